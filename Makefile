@@ -1,0 +1,30 @@
+# Two commands need no other step: `make run` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= What is the capital of France?
+
+.PHONY: run test check venv clean
+
+run: venv ## one real completion, streamed to the terminal
+	$(BIN)/deepinfer run "$(PROMPT)"
+
+test: venv ## all tests
+	$(BIN)/python -m pytest
+
+check: venv ## style, types and import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p deepinfer
+	$(BIN)/lint-imports
+
+venv: $(VENV)/ready ## .venv with the project and what its tests need
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@
+
+clean: ## remove the virtual environment
+	rm -rf $(VENV)

@@ -1,0 +1,127 @@
+"""Child processes that never outlive their parent.
+
+A child's standard input is its *lifeline*: the parent writes the child's configuration there and
+keeps the pipe open. The pipe closes when the parent dies, however it dies, and a thread of the
+child that waits on it ends the process. (``PR_SET_PDEATHSIG`` would fire when the parent's
+*thread* ends, and an app may well start its engine from a thread.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+_HEADER = struct.Struct("<I")
+_MAX_CONFIG_BYTES = 1 << 20
+_LIFELINE_FD = 0
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Child:
+    """A process that runs ``python -m MODULE`` and dies with this one."""
+
+    def __init__(self, module: str, config: msgspec.Struct) -> None:
+        self.module = module
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=sys.stderr.fileno()
+        )
+        frame = msgspec.msgpack.encode(config)
+        assert self._process.stdin is not None
+        # A child that died at once shows up in poll(), with its exit status.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(_HEADER.pack(len(frame)) + frame)
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit status, ``None`` while it runs. Reaps the process."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """End it at once and reap it."""
+        self._process.kill()
+        self._process.wait()
+        self._close_lifeline()
+
+    def stop(self, grace_s: float) -> None:
+        """Cut the lifeline, which a child takes as its end; kill it after the grace time."""
+        self._close_lifeline()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def describe_exit(self) -> str:
+        """Say how the process ended, for an error message."""
+        status = self._process.poll()
+        if status is None:
+            return "is running"
+        if status >= 0:
+            return f"exited with status {status}"
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+
+    def _close_lifeline(self) -> None:
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+
+def read_config(config_type: type[T]) -> T:
+    """In a child: read the configuration that the parent sent."""
+    header = _read_exactly(_HEADER.size)
+    (size,) = _HEADER.unpack(header)
+    if size > _MAX_CONFIG_BYTES:
+        raise ValueError(f"a configuration of {size} bytes, the limit is {_MAX_CONFIG_BYTES}")
+    return msgspec.msgpack.decode(_read_exactly(size), type=config_type)
+
+
+def _read_exactly(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = os.read(_LIFELINE_FD, size - len(data))
+        if not piece:
+            raise SystemExit("this process is started by the engine, not by hand")
+        data += piece
+    return data
+
+
+def exit_with_parent(on_parent_gone: Callable[[], None] | None = None) -> None:
+    """In a child: end this process when the lifeline closes, whatever the main thread does.
+
+    ``on_parent_gone`` runs first, in the watching thread; when it returns the process ends. Ctrl-C
+    goes to the whole foreground group, but it is the parent's to decide, so SIGINT is ignored.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.read(_LIFELINE_FD, 64):
+            pass
+        if on_parent_gone is not None:
+            on_parent_gone()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def remove_directory(folder: Path) -> None:
+    """Remove a private directory and what is in it; no error when it is gone already."""
+    shutil.rmtree(folder, ignore_errors=True)

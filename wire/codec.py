@@ -1,0 +1,44 @@
+"""One msgpack frame per message, with a size limit in both directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Nothing larger is sent or decoded: a prompt of a million tokens takes 4 MB."""
+
+
+class BadFrame(ValueError):
+    """A frame that is no message: junk, truncated, oversized, or of the wrong shape."""
+
+
+class Codec:
+    """Encodes any message and decodes those of one side of a link.
+
+    ``accepts`` is the union of the message types that may arrive.
+    """
+
+    def __init__(self, accepts: Any, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(accepts)
+        self._max_bytes = max_bytes
+
+    def encode(self, message: msgspec.Struct) -> bytes:
+        """Return the frame; ``ValueError`` when it is above the size limit."""
+        frame = self._encoder.encode(message)
+        if len(frame) > self._max_bytes:
+            raise ValueError(
+                f"{type(message).__name__} takes {len(frame)} bytes, the limit is {self._max_bytes}"
+            )
+        return frame
+
+    def decode(self, frame: bytes | memoryview) -> Any:
+        """Return the message; raise ``BadFrame`` for anything that is not one."""
+        if len(frame) > self._max_bytes:
+            raise BadFrame(f"frame of {len(frame)} bytes, the limit is {self._max_bytes}")
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadFrame(str(error)) from error

@@ -1,0 +1,35 @@
+"""Columns of numbers inside messages: little-endian bytes on the wire, numpy arrays in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+UInt32 = npt.NDArray[np.uint32]
+
+
+def pack_int32(values: Iterable[int] | npt.NDArray[np.integer]) -> bytes:
+    """Pack integers as an int32 column; ``OverflowError`` when one does not fit."""
+    if isinstance(values, np.ndarray):
+        return values.astype("<i4", copy=False).tobytes()
+    return np.fromiter(values, dtype="<i4").tobytes()
+
+
+def unpack_int32(column: bytes) -> Int32:
+    """Return a read-only int32 view; ``ValueError`` when the length is no multiple of four."""
+    return np.frombuffer(column, dtype="<i4")
+
+
+def pack_uint32(values: Iterable[int] | npt.NDArray[np.integer]) -> bytes:
+    """Pack integers as a uint32 column."""
+    if isinstance(values, np.ndarray):
+        return values.astype("<u4", copy=False).tobytes()
+    return np.fromiter(values, dtype="<u4").tobytes()
+
+
+def unpack_uint32(column: bytes) -> UInt32:
+    """Return a read-only uint32 view; ``ValueError`` when the length is no multiple of four."""
+    return np.frombuffer(column, dtype="<u4")

@@ -1,0 +1,118 @@
+"""``EngineArgs``: everything that configures one engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from deepinfer.wire.checks import check_choice, check_float, check_int, shown
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = ("none", "int8", "int4")
+POLICIES = ("fcfs", "priority")
+
+
+class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Configuration of an engine; every field is also a flag and a ``DEEPINFER_<FIELD>`` variable.
+
+    Values are checked when the object is made; ``ValueError`` names the field and the limit.
+    """
+
+    model: str = "smollm2-135m"
+    """A name in the model cache, a model folder, or a .gguf file."""
+    tokenizer: str | None = None
+    """A folder with tokenizer.json; the model's own when not given."""
+    dtype: str = "auto"
+    """Weights and KV cache: auto (bfloat16), float32 or bfloat16."""
+    device: str = "auto"
+    """auto or cpu."""
+    quantization: str = "none"
+    max_model_len: int | None = None
+    """Tokens a sequence may hold, prompt and output; the model's own limit when not given."""
+    block_size: int = 16
+    """Tokens in one KV block."""
+    num_kv_blocks: int | None = None
+    """KV blocks; overrides kv_cache_bytes."""
+    kv_cache_bytes: int | None = None
+    """Bytes for the KV cache; by default a quarter of the free memory, at most 4 GiB."""
+    max_num_seqs: int = 256
+    """Sequences that run at the same time, at most."""
+    max_num_batched_tokens: int = 2048
+    """Tokens one step may compute, prefill chunks and decode rows together."""
+    stop_preempted_request: bool = True
+    """End a preempted request (True) or recompute it later (False)."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV blocks of equal prompt beginnings."""
+    async_scheduling: bool = True
+    """Plan the next step while one runs."""
+    policy: str = "fcfs"
+    """Order of the waiting queue: fcfs or priority (a lower number goes first)."""
+    seed: int | None = None
+    """Base for the seeds of requests that bring none; random when not given."""
+    endpoint: str | None = None
+    """ZeroMQ endpoint clients connect to; a private ipc socket when not given."""
+    max_queue_len: int = 16384
+    """Requests that may wait; more are refused with a retry-later error."""
+    heartbeat_timeout_s: float = 10.0
+    """A process or client silent for longer counts as dead."""
+    start_timeout_s: float = 600.0
+    """Longest time for loading the model."""
+    num_threads: int | None = None
+    """Compute threads of the CPU worker; all cores when not given."""
+    worker_module: str = "deepinfer.gpu_worker"
+    """Python module that is run as the device worker."""
+
+    def __post_init__(self) -> None:
+        for field in ("model", "worker_module"):
+            value = getattr(self, field)
+            if not isinstance(value, str) or not value or len(value) > 4096:
+                raise ValueError(f"{field} must be a non-empty string, got {shown(value)}")
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("device", self.device, DEVICES)
+        check_choice("quantization", self.quantization, QUANTIZATIONS)
+        check_choice("policy", self.policy, POLICIES)
+        if self.quantization != "none":
+            raise ValueError(f"quantization {self.quantization} is not supported by this version")
+        if self.device == "cuda":
+            raise ValueError("device cuda is not supported by this version; use cpu")
+        if self.dtype == "float16":
+            raise ValueError("dtype float16 is not supported on the CPU; use bfloat16 or float32")
+        check_int("block_size", self.block_size, 1, 1024)
+        check_int("max_num_seqs", self.max_num_seqs, 1, 65_536)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        check_int("max_queue_len", self.max_queue_len, 1, 1 << 24)
+        check_float("heartbeat_timeout_s", self.heartbeat_timeout_s, 0.1, 86_400)
+        check_float("start_timeout_s", self.start_timeout_s, 0.1, 86_400)
+        for field, low in (
+            ("max_model_len", 1),
+            ("num_kv_blocks", 1),
+            ("kv_cache_bytes", 1),
+            ("num_threads", 1),
+        ):
+            value = getattr(self, field)
+            if value is not None:
+                check_int(field, value, low, 1 << 50)
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, (1 << 63) - 1)
+        for field in ("stop_preempted_request", "enable_prefix_caching", "async_scheduling"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} must be a bool, got {shown(getattr(self, field))}")
+
+
+class SchedulerConfig(msgspec.Struct, kw_only=True):
+    """What the frontend tells the scheduler process at its start."""
+
+    args: EngineArgs
+    endpoint: str
+    directory: str
+    """Private directory of this engine's sockets; the scheduler removes it at its end."""
+    owner: bytes = b""
+    """Identity of the client that owns this process; its life is watched by the lifeline."""
+
+
+class WorkerConfig(msgspec.Struct, kw_only=True):
+    """What the scheduler tells a device worker at its start."""
+
+    args: EngineArgs
+    endpoint: str
+    identity: bytes

@@ -1,0 +1,243 @@
+"""Messages between clients and the scheduler.
+
+One message is one msgpack frame. Structs travel as arrays whose first element is the tag (the
+class name), so a client in another language needs only msgpack. Columns are little-endian bytes:
+``int32`` for token ids and counts, ``uint32`` for keys.
+
+A client names each request by a ``key``, a number that it never uses twice on one connection; the
+``request_id`` is the name people see. Keys make a request's outputs cheap to name and the reuse of
+an id safe: a late message about the earlier request carries the earlier key.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from deepinfer.wire.params import SamplingParams
+
+PROTOCOL_VERSION = 1
+MAX_REQUEST_ID_CHARS = 256
+MAX_USER_ID_CHARS = 256
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
+    """Base of every message that travels as a tagged array."""
+
+
+class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of the untagged structs inside messages."""
+
+
+# ---- client to scheduler ----------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a client; answered with ``Welcome`` as soon as the engine is ready."""
+
+    protocol: int = PROTOCOL_VERSION
+
+
+class ClientHeartbeat(Message):
+    """Sent every second; a client silent past the limit is gone and its requests are aborted."""
+
+
+class Goodbye(Message):
+    """The client leaves; its live requests are aborted."""
+
+
+class ImageRef(Part):
+    """One image of a request: its bytes or its URL, and where its tokens stand in the prompt."""
+
+    data: bytes = b""
+    url: str = ""
+    offset: int = 0
+    num_tokens: int = 0
+
+
+class AddRequest(Message):
+    """Ask for one sequence. ``prompt`` holds int32 token ids.
+
+    ``output`` holds tokens that were delivered before (a re-submission after a failover): the
+    sequence continues after them. ``timeout_ms`` is a deadline counted from the arrival.
+    ``salt`` separates prefix-cache entries of tenants. ``params.seed`` must be set;
+    ``params.stop`` is the frontend's own business and not looked at here.
+    """
+
+    key: int
+    request_id: str
+    prompt: bytes
+    params: SamplingParams
+    user_id: str = ""
+    priority: int = 0
+    timeout_ms: float | None = None
+    output: bytes = b""
+    salt: str = ""
+    images: list[ImageRef] = []
+
+
+class Abort(Message):
+    """End a request: ``client_abort`` or ``disconnect``. Unknown keys are remembered briefly."""
+
+    key: int
+    rule: str = "client_abort"
+
+
+class StopMatched(Message):
+    """The frontend found a stop string after ``num_output_tokens``: end the request as stopped."""
+
+    key: int
+    stop: str
+    num_output_tokens: int
+
+
+class Call(Message):
+    """Ask for ``stats``, ``health``, ``story`` (of ``request_id``) or ``requests``."""
+
+    call_id: int
+    what: str
+    request_id: str = ""
+
+
+# ---- scheduler to client ----------------------------------------------------------------------
+
+
+class EngineInfo(Part):
+    """What a client must know about the engine behind the scheduler."""
+
+    model: str
+    tokenizer: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    device: str
+    architecture: str
+
+
+class Welcome(Message):
+    """The engine is ready."""
+
+    info: EngineInfo
+    protocol: int = PROTOCOL_VERSION
+
+
+class EngineDown(Message):
+    """The engine cannot serve: it failed to start or its worker is gone for good."""
+
+    message: str
+
+
+class SchedulerHeartbeat(Message):
+    """Sent every second to every client."""
+
+    step: int = 0
+
+
+class Refused(Message):
+    """A request that never became a sequence. ``code`` is one of ``invalid``, ``duplicate``,
+    ``busy`` (retry later), ``down``, ``shutdown`` (retry elsewhere).
+    """
+
+    key: int
+    code: str
+    field: str
+    message: str
+
+
+class TokenLogprobs(Part):
+    """Log probabilities of one generated token. ``top_*`` are sorted, the most likely first."""
+
+    logprob: float
+    sum_smaller_probs: float
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+class PromptLogprobs(Part):
+    """Log probabilities of prompt tokens ``start, start + 1, …`` given what stands before each.
+
+    ``token_ids[i]`` and ``logprobs[i]`` belong to prompt position ``start + i``: the prompt's own
+    token first, then the most likely ones. Position 0 has none and is never sent.
+    """
+
+    start: int
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+
+
+class RowExtra(Part):
+    """What some rows of an ``OutputBatch`` carry beside their tokens."""
+
+    key: int
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class RowNote(Part):
+    """Counters of a request, sent when they change (with its first token, after a preemption)."""
+
+    key: int
+    cached_tokens: int
+    num_preemptions: int
+
+
+class End(Part):
+    """The one end of a request. ``detail`` is ``rule`` or ``rule:what matched``."""
+
+    key: int
+    status: str
+    reason: str
+    detail: str
+    num_output_tokens: int
+    last_token_id: int
+    cached_tokens: int
+    num_preemptions: int
+    recomputed_tokens: int
+    queue_ms: float
+    total_ms: float
+    message: str = ""
+
+
+class OutputBatch(Message):
+    """What one step (or one event) brought for one client.
+
+    ``keys``: uint32 column. ``counts``: int32 column of tokens per key; empty when each has one.
+    ``tokens``: int32 column, all keys' tokens one after the other. An end in ``ends`` comes after
+    the tokens of its key in the same batch.
+    """
+
+    step: int
+    keys: bytes = b""
+    counts: bytes = b""
+    tokens: bytes = b""
+    notes: list[RowNote] = []
+    extras: list[RowExtra] = []
+    ends: list[End] = []
+
+
+class StoryEvent(Part):
+    """One thing that happened to a request: milliseconds after its arrival, what, and why."""
+
+    at_ms: float
+    event: str
+    detail: dict[str, str | int | float]
+
+
+class Answer(Message):
+    """Answer to a ``Call``: the fields that belong to ``what`` are set. ``error`` says why not."""
+
+    call_id: int
+    error: str = ""
+    numbers: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    story: list[StoryEvent] = []
+
+
+FromClient = Hello | ClientHeartbeat | Goodbye | AddRequest | Abort | StopMatched | Call
+ToClient = Welcome | EngineDown | SchedulerHeartbeat | Refused | OutputBatch | Answer

@@ -1,0 +1,129 @@
+"""ZeroMQ sockets with the limits every link has, and the private directory of ipc sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import zmq
+
+from deepinfer.wire.codec import MAX_MESSAGE_BYTES
+
+MAX_IPC_PATH = 107
+"""Bytes of a unix socket's path, a limit of the operating system."""
+
+_PREFIX = "deepinfer-"
+
+
+class PeerGone(Exception):
+    """Nobody with this identity is connected."""
+
+
+class PeerFull(Exception):
+    """The peer does not read; its queue is at the high-water mark."""
+
+
+def private_directory() -> Path:
+    """Make a directory of mode 0700 for ipc sockets, and remove those of dead owners.
+
+    The name carries the owner's process id. It lies in ``$XDG_RUNTIME_DIR`` or the temporary
+    directory, where the path is short enough for a unix socket.
+    """
+    parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not parent.is_dir() or len(str(parent)) > MAX_IPC_PATH - 60:
+        parent = Path("/tmp")
+    _sweep(parent)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+
+
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_PREFIX).split("-")[0]
+        if not owner.isdigit():
+            continue
+        try:
+            os.kill(int(owner), 0)
+        except ProcessLookupError:
+            if folder.stat(follow_symlinks=False).st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # alive, but another user's
+            continue
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise ``ValueError`` unless the endpoint is ``ipc://PATH`` or ``tcp://`` on loopback."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "ipc" and rest:
+        if len(rest.encode()) > MAX_IPC_PATH:
+            raise ValueError(f"endpoint: a socket path may have {MAX_IPC_PATH} bytes, got {rest!r}")
+        return
+    if scheme != "tcp" or ":" not in rest:
+        raise ValueError(
+            f"endpoint must be ipc://PATH or tcp://127.0.0.1:PORT, got {endpoint[:200]!r}"
+        )
+    host = rest.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):
+        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
+            return
+    raise ValueError(
+        f"endpoint must be on loopback (127.0.0.1, [::1], localhost), got host {host[:200]!r}: "
+        "traffic beyond this machine needs authentication, which this version does not have"
+    )
+
+
+def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """Bind a ROUTER that reports an absent or stalled peer instead of dropping its messages.
+
+    An ipc socket's file gets mode 0600 whatever the process's umask is.
+    """
+    check_endpoint(endpoint)
+    socket = context.socket(zmq.ROUTER)
+    _limit(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # A client that reconnects under its identity takes the place of its dead connection.
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    old = os.umask(0o177)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ValueError(f"endpoint {endpoint!r} cannot be bound: {error}") from error
+    finally:
+        os.umask(old)
+    return socket
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes
+) -> zmq.Socket[bytes]:
+    """Connect a DEALER under the given identity (1 to 255 bytes, not starting with zero)."""
+    check_endpoint(endpoint)
+    socket = context.socket(zmq.DEALER)
+    _limit(socket)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.connect(endpoint)
+    return socket
+
+
+def _limit(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    # The codec counts what is above its limit; past twice that the connection is cut unread.
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def send_to(socket: zmq.Socket[bytes], identity: bytes, frame: bytes) -> None:
+    """Send without blocking; raise ``PeerFull`` or ``PeerGone``."""
+    try:
+        socket.send_multipart((identity, frame), zmq.NOBLOCK, copy=len(frame) < 65_536)
+    except zmq.Again as error:
+        raise PeerFull from error
+    except zmq.ZMQError as error:
+        if error.errno == errno.EHOSTUNREACH:
+            raise PeerGone from error
+        raise
