@@ -15,7 +15,9 @@ test: venv ## all tests
 check: venv ## style, types and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p deepinfer
+	rm -rf build
+	$(BIN)/pip install --quiet --no-deps --target build/installed .
+	MYPYPATH=build/installed $(BIN)/mypy -p deepinfer
 	$(BIN)/lint-imports
 
 venv: $(VENV)/ready ## .venv with the project and what its tests need

@@ -6,6 +6,7 @@ the processor time (``benchmarks/shell_latency.py``), and a step passes four of 
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import time
@@ -90,12 +91,12 @@ class Actor:
         self._handlers.clear()
         self.context.term()
 
-    def _wait_ms(self, timeout_s: float | None) -> float | None:
+    def _wait_ms(self, timeout_s: float | None) -> int | None:
         now = time.monotonic()
         waits = [timer.due - now for timer in self._timers]
         if timeout_s is not None:
             waits.append(timeout_s)
-        return max(0.0, min(waits)) * 1000 if waits else None
+        return math.ceil(max(0.0, min(waits)) * 1000) if waits else None
 
     def _drain(self, zmq_socket: zmq.Socket[bytes]) -> None:
         handler = self._handlers.get(zmq_socket)

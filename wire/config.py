@@ -27,6 +27,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     device: str = "auto"
     """auto or cpu."""
     quantization: str = "none"
+    """none; int8 and int4 are not supported yet."""
     max_model_len: int | None = None
     """Tokens a sequence may hold, prompt and output; the model's own limit when not given."""
     block_size: int = 16

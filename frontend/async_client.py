@@ -1,0 +1,316 @@
+"""What ``AsyncEngine`` and ``Client`` have in common: requests over one connection in a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from deepinfer.frontend.connection import LoopConnection
+from deepinfer.frontend.errors import EngineBusyError, EngineDownError, EngineError
+from deepinfer.frontend.outputs import RequestOutput
+from deepinfer.frontend.session import Prompt, Session
+from deepinfer.frontend.tokenizer import Tokenizer
+from deepinfer.wire.messages import (
+    Answer,
+    Call,
+    ClientHeartbeat,
+    EngineDown,
+    Goodbye,
+    Hello,
+    StoryEvent,
+    ToClient,
+    Welcome,
+)
+from deepinfer.wire.params import SamplingParams
+
+_HEARTBEAT_S = 1.0
+_HELLO_AGAIN_S = 1.0
+_CALL_TIMEOUT_S = 10.0
+# Up to here tokenising takes less time than handing it to another thread is worth.
+_TOKENISE_INLINE_CHARS = 4096
+
+
+class AsyncClient:
+    """Requests to one engine from one asyncio loop.
+
+    Starts by itself with the first call; ``async with`` starts and stops it.
+    """
+
+    def __init__(self, *, tokenizer: str | None = None, seed: int | None = None) -> None:
+        self._tokenizer_path = tokenizer
+        self._seed = seed
+        self._connection: LoopConnection | None = None
+        self._session: Session | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._welcome: asyncio.Future[Welcome] | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._call_ids = itertools.count()
+        self._dead = ""
+
+    # ---- life -------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect and wait until the engine is ready; ``EngineDownError`` says why it is not."""
+        if self._session is not None:
+            return
+        if self._dead:
+            raise EngineDownError(self._dead)
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        # Shielded: one caller's cancellation must not stop the start others wait for.
+        await asyncio.shield(self._starting)
+
+    async def stop(self) -> None:
+        """Disconnect. Open requests end with an error here and are aborted in the engine."""
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+        if self._beating is not None:
+            self._beating.cancel()
+        self._fail("the client was closed")
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        user_id: str = "",
+        priority: int = 0,
+        multi_modal_data: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield one ``RequestOutput`` per new token; the last one has ``finished=True``.
+
+        ``prompt`` is a string, a list of token ids, or a list of chat messages. Closing or
+        cancelling the iterator aborts the request. Raises ``ValueError`` for bad input before
+        anything is sent, ``EngineBusyError`` when the queue is full, ``EngineDownError`` when the
+        engine is gone. ``timeout_s`` ends the request with the detail ``deadline``.
+        """
+        if multi_modal_data:
+            raise ValueError("multi_modal_data is not supported by this version")
+        await self.start()
+        session = self._live_session()
+        if isinstance(prompt, str) and len(prompt) <= _TOKENISE_INLINE_CHARS:
+            prepared = session.prepare(prompt, sampling_params)
+        else:
+            loop = asyncio.get_running_loop()
+            prepared = await loop.run_in_executor(None, session.prepare, prompt, sampling_params)
+            session = self._live_session()
+        # From here to the first await nothing can be cancelled: the request is either not begun
+        # or owned by the ``finally`` below.
+        request = session.add(
+            request_id if request_id is not None else uuid.uuid4().hex,
+            prepared,
+            user_id=user_id,
+            priority=priority,
+            timeout_s=timeout_s,
+        )
+        inbox = request.owner = _Inbox()
+        try:
+            self._flush()
+            while request.open_samples or inbox:
+                item = await inbox.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if request.open_samples:
+                session.abandon(request)
+                self._flush()
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request; its iterator gets a last output with the reason ``abort``.
+
+        Returns once the engine has ended it; ``False`` when no such request runs here.
+        """
+        request = self._session.get(request_id) if self._session is not None else None
+        if request is None or self._session is None:
+            return False
+        self._session.abort(request)
+        self._flush()
+        await request.owner.closed.wait()
+        return True
+
+    async def stats(self) -> dict[str, float]:
+        """Gauges and counters of the engine."""
+        return (await self._call("stats")).numbers
+
+    async def health(self) -> dict[str, Any]:
+        """Whether the engine makes progress: ``ok``, ``cause``, the last step and its age."""
+        try:
+            answer = await self._call("health")
+        except EngineError as error:
+            return {"ok": False, "cause": str(error)}
+        return {**answer.texts, **answer.numbers, "ok": bool(answer.numbers["ok"])}
+
+    async def trace(self, request_id: str) -> list[StoryEvent]:
+        """What happened to a request, in order; ``KeyError`` when the engine does not know it."""
+        answer = await self._call("story", request_id)
+        if answer.error:
+            raise KeyError(answer.error)
+        return answer.story
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, once started."""
+        return self._session.tokenizer if self._session is not None else None
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _address(self) -> tuple[str, bytes]:
+        """Endpoint to connect to and identity to use; starts the engine where it is our own."""
+        raise NotImplementedError
+
+    async def _start(self) -> None:
+        try:
+            endpoint, identity = self._address()
+            self._welcome = asyncio.get_running_loop().create_future()
+            self._connection = LoopConnection(endpoint, identity, self._on_message)
+            self._beating = asyncio.ensure_future(self._beat())
+            welcome = await self._welcome
+            path = self._tokenizer_path or welcome.info.tokenizer
+            tokenizer = None
+            if (Path(path) / "tokenizer.json").is_file():
+                tokenizer = Tokenizer.from_folder(path)
+            self._session = Session(welcome.info, tokenizer, self._seed)
+        except EngineDownError as error:
+            self._dead = str(error)
+            raise
+        finally:
+            self._starting = None
+
+    async def _beat(self) -> None:
+        """Say hello until welcomed, then send a heartbeat every second, and watch the engine."""
+        assert self._connection is not None
+        while True:
+            self._send(ClientHeartbeat() if self._session is not None else Hello())
+            await asyncio.sleep(_HEARTBEAT_S if self._session is not None else _HELLO_AGAIN_S)
+            if cause := self._cause_of_death(time.monotonic() - self._connection.last_heard):
+                self._fail(cause)
+                return
+
+    def _cause_of_death(self, silent_s: float) -> str:
+        """Say why the engine counts as gone, or return an empty string."""
+        raise NotImplementedError
+
+    def _send(self, message: Any) -> None:
+        assert self._connection is not None
+        try:
+            self._connection.send(message)
+        except zmq.Again:
+            if not isinstance(message, Hello | ClientHeartbeat):
+                raise EngineBusyError("the engine does not read its messages") from None
+
+    def _flush(self) -> None:
+        session = self._live_session()
+        outbox, session.outbox = session.outbox, []
+        for message in outbox:
+            self._send(message)
+
+    def _live_session(self) -> Session:
+        if self._dead or self._session is None:
+            raise EngineDownError(self._dead or "the client is not started")
+        return self._session
+
+    def _on_message(self, message: ToClient) -> None:
+        match message:
+            case Welcome():
+                if self._welcome is not None and not self._welcome.done():
+                    self._welcome.set_result(message)
+            case Answer():
+                waiting = self._calls.pop(message.call_id, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            case EngineDown():
+                self._fail(message.message)
+            case _ if self._session is not None:
+                for request, item in self._session.receive(message):
+                    request.owner.put(item, closed=request.open_samples == 0)
+                if self._session.outbox:
+                    self._flush()
+
+    def _fail(self, cause: str) -> None:
+        """The engine is gone: everyone who waits for it learns why, once."""
+        self._dead = self._dead or cause
+        error = EngineDownError(self._dead)
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_exception(error)
+        for waiting in self._calls.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+        self._calls.clear()
+        if self._session is not None:
+            for request, item in self._session.fail_all(error):
+                request.owner.put(item, closed=True)
+
+    async def _call(self, what: str, request_id: str = "") -> Answer:
+        await self.start()
+        self._live_session()
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Call(call_id, what, request_id))
+            return await asyncio.wait_for(future, _CALL_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineError(f"the engine did not answer {what} in {_CALL_TIMEOUT_S} s") from None
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _say_goodbye(self) -> None:
+        if self._connection is not None and self._session is not None:
+            self._send(Goodbye())
+
+
+class _Inbox:
+    """Outputs of one request between the connection and whoever iterates."""
+
+    def __init__(self) -> None:
+        self._items: deque[RequestOutput | Exception] = deque()
+        self._arrived = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def put(self, item: RequestOutput | Exception, *, closed: bool) -> None:
+        self._items.append(item)
+        self._arrived.set()
+        if closed:
+            self.closed.set()
+
+    async def get(self) -> RequestOutput | Exception:
+        while not self._items:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._items.popleft()

@@ -1,0 +1,94 @@
+"""``deepinfer engine`` and who asks it: an engine that runs by itself behind an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+from deepinfer.frontend.client import Client
+from deepinfer.frontend.engine import AsyncEngine
+from deepinfer.frontend.errors import EngineDownError
+from deepinfer.frontend.model_cache import cache_home
+from deepinfer.wire.config import EngineArgs
+from deepinfer.wire.messages import StoryEvent
+
+_CHECK_S = 0.5
+_ANSWER_S = 5.0
+
+
+def default_endpoint() -> str:
+    """Where ``deepinfer engine`` listens, and its clients look, when nothing else is said."""
+    return f"ipc://{cache_home() / 'engine.sock'}"
+
+
+def serve_forever(args: EngineArgs, on_ready: Callable[[], None]) -> None:
+    """Run an engine at ``args.endpoint`` until SIGINT or SIGTERM.
+
+    ``ValueError`` when another engine listens there, ``EngineDownError`` when the engine dies.
+    """
+    assert args.endpoint is not None
+    _check_free(args.endpoint)
+    asyncio.run(_serve(args, on_ready))
+
+
+async def _serve(args: EngineArgs, on_ready: Callable[[], None]) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    starting = asyncio.ensure_future(stopped.wait())
+    engine = AsyncEngine(args)
+    try:
+        # A signal must also end an engine that is still loading.
+        start = asyncio.ensure_future(engine.start())
+        await asyncio.wait((start, starting), return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            start.cancel()
+            return
+        await start
+        on_ready()
+        while not stopped.is_set():
+            health = await engine.health()
+            if cause := health.get("cause"):
+                raise EngineDownError(str(cause))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopped.wait(), _CHECK_S)
+    finally:
+        starting.cancel()
+        await engine.stop()
+
+
+def fetch_story(endpoint: str, request_id: str) -> list[StoryEvent]:
+    """Ask the engine at ``endpoint`` what happened to a request.
+
+    ``ValueError`` when it does not know the request, ``EngineDownError`` when nobody answers.
+    """
+
+    async def ask() -> list[StoryEvent]:
+        async with Client(endpoint, silence_limit_s=_ANSWER_S) as client:
+            return await client.trace(request_id)
+
+    try:
+        return asyncio.run(ask())
+    except KeyError as error:
+        raise ValueError(str(error.args[0])) from None
+
+
+def _check_free(endpoint: str) -> None:
+    """Raise ``ValueError`` when somebody listens on an ipc endpoint: binding would push him out."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc":
+        return
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except OSError as error:
+            raise ValueError(f"endpoint {endpoint} cannot be used: {error.strerror}") from None
+    raise ValueError(f"endpoint {endpoint} is in use by another engine")

@@ -1,0 +1,237 @@
+"""The command line. What a command needs is imported when it runs, so that help comes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deepinfer.frontend.engine_options import takes_engine_args
+from deepinfer.wire.config import EngineArgs
+
+if TYPE_CHECKING:
+    from deepinfer.frontend.model_cache import Progress
+    from deepinfer.wire.params import SamplingParams
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="An LLM inference engine to embed, to talk to over ZeroMQ, or to put behind a gateway.",
+)
+
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Output tokens at most.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time.")]
+TopP = Annotated[float, typer.Option(help="Sample among the most likely tokens of this mass.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")]
+System = Annotated[str | None, typer.Option(help="System message of the chat.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results, no progress.")]
+
+
+def main() -> None:
+    """Run the command line; errors are one line on stderr and status 2 (bad input) or 1."""
+    from deepinfer.frontend.errors import EngineError
+    from deepinfer.frontend.pull import PullError
+
+    try:
+        app()
+    except BrokenPipeError:
+        # The reader of our output left, as `head` does. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except ValueError as error:
+        _fail(str(error), 2)
+    except (PullError, EngineError) as error:
+        _fail(str(error), 1)
+    except OSError as error:
+        named = f": {error.filename}" if error.filename else ""
+        _fail(f"{error.strerror or error}{named}", 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.command()
+def pull(
+    name: Annotated[
+        str,
+        typer.Argument(help="A known name, a Hugging Face id, a model folder or a .gguf file."),
+    ] = "smollm2-135m",
+    quiet: Quiet = False,
+) -> None:
+    """Bring a model into the local cache."""
+    from deepinfer.frontend.pull import pull as pull_model
+
+    with _progress(quiet) as progress:
+        folder = pull_model(name, progress)
+    typer.echo(folder)
+
+
+@app.command()
+@takes_engine_args()
+def run(
+    args: EngineArgs,
+    prompt: Annotated[str, typer.Argument(help="What to answer or, with --raw, to continue.")],
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text; no chat template.")
+    ] = False,
+    system: System = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    stop: Stop = None,
+    quiet: Quiet = False,
+) -> None:
+    """Answer one prompt, streamed to the terminal."""
+    params = _params(max_tokens, temperature, top_p, stop)
+    _bring_model(args, quiet)
+    from deepinfer.frontend.llm_engine import LLMEngine
+    from deepinfer.frontend.terminal import Terminal, summary
+
+    with LLMEngine(args) as engine:
+        terminal = Terminal(engine)
+        started = time.monotonic()
+        if raw or not terminal.can_chat():
+            _, last = terminal.answer(prompt, params)
+        else:
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            messages.append({"role": "user", "content": prompt})
+            _, last = terminal.answer(messages, params)
+        if last is None:
+            raise KeyboardInterrupt
+        if not quiet:
+            typer.secho(summary(last, started), err=True, dim=True)
+        if last.error:
+            _fail(last.error, 1)
+
+
+@app.command()
+@takes_engine_args()
+def chat(
+    args: EngineArgs,
+    system: System = None,
+    max_tokens: MaxTokens = 1024,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    stop: Stop = None,
+    quiet: Quiet = False,
+) -> None:
+    """Talk with a model. Ctrl-C ends an answer, Ctrl-D or /exit the chat."""
+    params = _params(max_tokens, temperature, top_p, stop)
+    _bring_model(args, quiet)
+    from deepinfer.frontend.llm_engine import LLMEngine
+    from deepinfer.frontend.terminal import Terminal, read_line
+
+    with LLMEngine(args) as engine:
+        terminal = Terminal(engine)
+        if not terminal.can_chat():
+            raise ValueError(f"model {args.model} has no chat template; try `deepinfer run --raw`")
+        terminal.converse(params, system, read_line)
+
+
+@app.command()
+@takes_engine_args(stop_preempted_request=False)
+def batch(
+    args: EngineArgs,
+    source: Annotated[Path, typer.Argument(help="JSON lines: prompt or messages, id, parameters.")],
+    target: Annotated[Path, typer.Argument(help="Where the results go, in the same order.")],
+    quiet: Quiet = False,
+) -> None:
+    """Answer a file of prompts."""
+    if target.exists() and target.samefile(source):
+        raise ValueError(f"target {target} must be another file than the source")
+    with source.open("rb") as lines, target.open("wb") as results:
+        _bring_model(args, quiet)
+        from deepinfer.frontend.batch_file import BatchFile, count_lines
+        from deepinfer.frontend.llm_engine import LLMEngine
+
+        with LLMEngine(args) as engine, _progress(quiet) as progress:
+            run = BatchFile(engine)
+            total, started = count_lines(source), time.monotonic()
+            run.run(lines, results, lambda: progress("answering", run.done, total))
+        if not quiet:
+            rate = run.tokens / max(time.monotonic() - started, 1e-6)
+            failed = f", {run.failed} failed" if run.failed else ""
+            typer.echo(f"{run.done} lines{failed}, {run.tokens} tokens, {rate:.1f} tok/s", err=True)
+
+
+@app.command()
+@takes_engine_args()
+def engine(args: EngineArgs, quiet: Quiet = False) -> None:
+    """Run a bare engine for clients over ZeroMQ, until Ctrl-C."""
+    from deepinfer.frontend.bare_engine import default_endpoint, serve_forever
+
+    if args.endpoint is None:
+        args.endpoint = default_endpoint()
+    _bring_model(args, quiet)
+    serve_forever(args, lambda: typer.echo(f"ready at {args.endpoint}"))
+
+
+@app.command()
+def trace(
+    request_id: Annotated[str, typer.Argument(help="The request, running or finished lately.")],
+    endpoint: Annotated[
+        str | None,
+        typer.Option(envvar="DEEPINFER_ENDPOINT", help="The engine; that of `deepinfer engine`."),
+    ] = None,
+) -> None:
+    """Show what happened to a request and why."""
+    from deepinfer.frontend.bare_engine import default_endpoint, fetch_story
+    from deepinfer.frontend.timeline import timeline
+
+    for line in timeline(fetch_story(endpoint or default_endpoint(), request_id)):
+        typer.echo(line)
+
+
+def _params(
+    max_tokens: int, temperature: float, top_p: float, stop: list[str] | None
+) -> SamplingParams:
+    from deepinfer.wire.params import SamplingParams
+
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop or None
+    )
+
+
+def _bring_model(args: EngineArgs, quiet: bool) -> None:
+    """Find the model, and fetch or convert it first where that is needed."""
+    from deepinfer.frontend.model_cache import resolve
+    from deepinfer.frontend.pull import KNOWN_MODELS
+    from deepinfer.frontend.pull import pull as pull_model
+
+    with _progress(quiet) as progress:
+        if args.model in KNOWN_MODELS:
+            pull_model(args.model, progress)
+        else:
+            resolve(args.model, progress)
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[Progress]:
+    """A progress bar on stderr that is gone afterwards; none when nobody would see it."""
+    from deepinfer.frontend.model_cache import no_progress
+
+    if quiet or not sys.stderr.isatty():
+        yield no_progress
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, visible=False)
+
+        def show(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total or None, visible=True)
+
+        yield show
+
+
+def _fail(message: str, status: int) -> None:
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(status)

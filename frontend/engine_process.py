@@ -1,0 +1,64 @@
+"""A private engine: the scheduler process that an embedding app starts, and its directory."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from deepinfer.frontend.model_cache import resolve
+from deepinfer.wire.children import Child, remove_directory
+from deepinfer.wire.config import EngineArgs, SchedulerConfig
+from deepinfer.wire.sockets import check_endpoint, private_directory
+
+_STOP_GRACE_S = 5.0
+
+
+class EngineProcess:
+    """Starts the scheduler (which starts the workers) and ends it.
+
+    ``ValueError`` when the model is unknown or the endpoint is not allowed.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        if args.endpoint is not None:
+            check_endpoint(args.endpoint)
+        model = resolve(args.model)
+        tokenizer = Path(args.tokenizer).absolute() if args.tokenizer else model
+        if not (tokenizer / "tokenizer.json").is_file():
+            raise ValueError(f"tokenizer: no tokenizer.json in {tokenizer}")
+        self.args = msgspec.structs.replace(args, model=str(model), tokenizer=str(tokenizer))
+        self.identity = uuid.uuid4().hex.encode()
+        self._directory = private_directory()
+        self.endpoint = args.endpoint or f"ipc://{self._directory}/engine"
+        self._child = Child(
+            "deepinfer.scheduler",
+            SchedulerConfig(
+                args=self.args,
+                endpoint=self.endpoint,
+                directory=str(self._directory),
+                owner=self.identity,
+            ),
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the scheduler."""
+        return self._child.pid
+
+    def cause_of_death(self) -> str | None:
+        """Say how the scheduler ended; ``None`` while it runs."""
+        if self._child.poll() is None:
+            return None
+        return f"the scheduler {self._child.describe_exit()}"
+
+    def kill(self) -> None:
+        """End a scheduler that no longer answers. Its workers end by themselves."""
+        self._child.kill()
+        remove_directory(self._directory)
+
+    def stop(self) -> None:
+        """End the engine: scheduler, workers and directory."""
+        self._child.stop(_STOP_GRACE_S)
+        remove_directory(self._directory)

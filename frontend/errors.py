@@ -1,0 +1,15 @@
+"""Errors a user of the engine can meet beside ``ValueError`` for bad input."""
+
+from __future__ import annotations
+
+
+class EngineError(RuntimeError):
+    """The engine could not serve a request, though the request was fine."""
+
+
+class EngineBusyError(EngineError):
+    """Its queue is full or it is shutting down: the request may be sent again later."""
+
+
+class EngineDownError(EngineError):
+    """The engine did not start, or it is gone; the message says why."""

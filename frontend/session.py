@@ -1,0 +1,421 @@
+"""The client's side of a connection as a state machine: no sockets, no clock, no tasks.
+
+Whoever owns the I/O (``AsyncEngine``, ``Client``, ``LLMEngine``) sends what ``outbox`` holds and
+feeds ``receive`` with what arrives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from deepinfer.frontend.errors import EngineBusyError, EngineDownError, EngineError
+from deepinfer.frontend.outputs import RequestOutput
+from deepinfer.frontend.text_stream import TextStream
+from deepinfer.frontend.tokenizer import Tokenizer
+from deepinfer.wire.checks import check_float, check_int, shown
+from deepinfer.wire.columns import pack_int32, unpack_int32, unpack_uint32
+from deepinfer.wire.messages import (
+    MAX_REQUEST_ID_CHARS,
+    MAX_USER_ID_CHARS,
+    Abort,
+    AddRequest,
+    End,
+    EngineDown,
+    EngineInfo,
+    OutputBatch,
+    Refused,
+    RowExtra,
+    StopMatched,
+    ToClient,
+)
+from deepinfer.wire.params import SamplingParams
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the n seeds of a request differ
+
+
+class PreparedPrompt(NamedTuple):
+    """A prompt that passed every check, as token ids, with the parameters that go with it."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+
+
+class Request:
+    """One user's request: ``n`` samples of one prompt. ``owner`` belongs to the I/O side."""
+
+    __slots__ = ("open_samples", "owner", "prompt", "request_id", "samples")
+
+    def __init__(self, request_id: str, prompt: PreparedPrompt) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.samples: list[_Sample] = []
+        self.open_samples = 0
+        self.owner: Any = None
+
+
+class _Sample:
+    """One sequence of the scheduler, as this side sees it."""
+
+    __slots__ = (
+        "cached_tokens",
+        "index",
+        "key",
+        "name",
+        "num_preemptions",
+        "num_tokens",
+        "prompt_logprobs",
+        "request",
+        "stream",
+    )
+
+    def __init__(self, request: Request, index: int, key: int, stream: TextStream | None) -> None:
+        self.request = request
+        self.index = index
+        self.key = key
+        self.name = request.request_id if index == 0 else f"{request.request_id}#{index}"
+        self.stream = stream
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.num_preemptions = 0
+        wants = request.prompt.params.prompt_logprobs is not None
+        self.prompt_logprobs: list[dict[int, float] | None] | None = (
+            [None] * len(request.prompt.token_ids) if wants else None
+        )
+
+
+Event = tuple[Request, RequestOutput | EngineError | ValueError]
+
+
+class Session:
+    """Requests of one client, by key and by id, and the messages that go out.
+
+    ``seed`` is the base for the seeds of requests that bring none; random when ``None``.
+    """
+
+    def __init__(
+        self, info: EngineInfo, tokenizer: Tokenizer | None, seed: int | None = None
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.outbox: list[msgspec.Struct] = []
+        self._samples: dict[int, _Sample] = {}
+        self._requests: dict[str, Request] = {}
+        self._names: set[str] = set()
+        self._next_key = 0
+        self._seeds = random.Random(seed)
+
+    def __len__(self) -> int:
+        """How many requests are open."""
+        return len(self._requests)
+
+    # ---- in ---------------------------------------------------------------------------------
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None) -> PreparedPrompt:
+        """Check and tokenise a prompt; raise ``ValueError`` naming what is wrong.
+
+        Changes nothing here, so long prompts may be prepared in another thread.
+        """
+        params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, got {shown(params)}")
+        params.check_vocabulary(self.info.vocab_size)
+        if params.bad_words:
+            params = msgspec.structs.replace(params, bad_words=self._bad_word_ids(params.bad_words))
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop needs a tokenizer, and this client has none")
+        text, token_ids = self._tokenise(prompt)
+        limit = self.info.max_model_len
+        if not token_ids:
+            raise ValueError("prompt must not be empty: it has no tokens")
+        if len(token_ids) > limit:
+            raise ValueError(f"prompt has {len(token_ids)} tokens, the limit is {limit}")
+        return PreparedPrompt(text, token_ids, params)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: PreparedPrompt,
+        *,
+        user_id: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Request:
+        """Open a request; its messages are in the outbox. ``ValueError`` when the id is live."""
+        _check_name("request_id", request_id, MAX_REQUEST_ID_CHARS - 8, empty_ok=False)
+        _check_name("user_id", user_id, MAX_USER_ID_CHARS, empty_ok=True)
+        check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
+        if timeout_s is not None:
+            check_float("timeout_s", timeout_s, 0.0, 1e9, low_open=True)
+        request = Request(request_id, prompt)
+        params = prompt.params
+        for index in range(params.n):
+            stream = TextStream(self.tokenizer, params) if self.tokenizer is not None else None
+            request.samples.append(_Sample(request, index, self._next_key + index, stream))
+        if request_id in self._requests or any(s.name in self._names for s in request.samples):
+            raise ValueError(f"request_id {shown(request_id)} is in use by a running request")
+        self._next_key += params.n
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        column = pack_int32(prompt.token_ids)
+        self._requests[request_id] = request
+        request.open_samples = params.n
+        for sample in request.samples:
+            self._samples[sample.key] = sample
+            self._names.add(sample.name)
+            # Stop strings are matched here, where the text is; the scheduler has no use for them.
+            own = msgspec.structs.replace(
+                params, n=1, stop=None, seed=(seed + sample.index * _SEED_STEP) & ((1 << 64) - 1)
+            )
+            self.outbox.append(
+                AddRequest(
+                    key=sample.key,
+                    request_id=sample.name,
+                    prompt=column,
+                    params=own,
+                    user_id=user_id,
+                    priority=priority,
+                    timeout_ms=None if timeout_s is None else timeout_s * 1000,
+                )
+            )
+        return request
+
+    def get(self, request_id: str) -> Request | None:
+        """Return the open request with this id."""
+        return self._requests.get(request_id)
+
+    def abort(self, request: Request, rule: str = "client_abort") -> None:
+        """Ask the scheduler to end a request; its final outputs arrive through ``receive``."""
+        for sample in request.samples:
+            if sample.key in self._samples:
+                self.outbox.append(Abort(sample.key, rule))
+
+    def abandon(self, request: Request, rule: str = "client_abort") -> None:
+        """Abort a request nobody reads any more, and forget it at once."""
+        self.abort(request, rule)
+        for sample in request.samples:
+            self._forget(sample)
+
+    def fail_all(self, error: EngineError) -> list[Event]:
+        """Forget every open request, because the engine is gone; each gets the error once."""
+        requests = list(self._requests.values())
+        for request in requests:
+            for sample in request.samples:
+                self._forget(sample)
+        return [(request, error) for request in requests]
+
+    # ---- out --------------------------------------------------------------------------------
+
+    def receive(self, message: ToClient) -> list[Event]:
+        """Take one message and return what it means for which request, in order."""
+        match message:
+            case OutputBatch():
+                return self._receive_batch(message)
+            case Refused():
+                return self._receive_refusal(message)
+            case EngineDown():
+                return self.fail_all(EngineDownError(message.message))
+            case _:
+                return []
+
+    def _receive_batch(self, batch: OutputBatch) -> list[Event]:
+        events: list[Event] = []
+        for note in batch.notes:
+            if (sample := self._samples.get(note.key)) is not None:
+                sample.cached_tokens = note.cached_tokens
+                sample.num_preemptions = note.num_preemptions
+        extras = {extra.key: extra for extra in batch.extras}
+        for extra in batch.extras:
+            if extra.prompt_logprobs and (sample := self._samples.get(extra.key)) is not None:
+                _note_prompt_logprobs(sample, extra)
+        ends = {end.key: end for end in batch.ends}
+        keys = unpack_uint32(batch.keys).tolist()
+        tokens = unpack_int32(batch.tokens).tolist()
+        counts = unpack_int32(batch.counts).tolist() if batch.counts else [1] * len(keys)
+        position = 0
+        for key, count in zip(keys, counts, strict=True):
+            own = tokens[position : position + count]
+            position += count
+            if (sample := self._samples.get(key)) is not None:
+                events += self._push(sample, own, extras.get(key), ends.pop(key, None))
+        for key, end in ends.items():
+            if (sample := self._samples.get(key)) is not None:
+                events.append((sample.request, self._end_without_token(sample, end)))
+        return events
+
+    def _push(
+        self, sample: _Sample, tokens: list[int], extra: RowExtra | None, end: End | None
+    ) -> Iterable[Event]:
+        """Yield one output a token; the last one carries the end, where there is one."""
+        last = len(tokens) - 1
+        for i, token_id in enumerate(tokens):
+            sample.num_tokens += 1
+            output = self._output(sample, token_id)
+            if extra is not None:
+                output.draft_tok = extra.draft_tokens
+                output.accept_tok = extra.accepted_tokens
+                if extra.logprobs:
+                    entry = extra.logprobs[i]
+                    output.token_logprobs = entry.logprob
+                    output.sum_smaller_probs = entry.sum_smaller_probs
+                    output.top_token_ids = entry.top_token_ids
+                    output.top_logprobs = entry.top_logprobs
+            ends_here = end if i == last else None
+            rule = ends_here.detail.partition(":")[0] if ends_here is not None else ""
+            if sample.stream is not None:
+                delta = sample.stream.push([token_id], last_is_stop_token=rule in ("eos", "stop_token"))
+                output.text = delta.text
+                if delta.stop is not None:
+                    self._close(sample, output, "stop", f"stop_string:{delta.stop}")
+                    if end is None:
+                        self.outbox.append(StopMatched(sample.key, delta.stop, sample.num_tokens))
+                    yield sample.request, output
+                    return
+            if ends_here is not None:
+                self._take_end(sample, output, ends_here)
+            yield sample.request, output
+
+    def _end_without_token(self, sample: _Sample, end: End) -> RequestOutput:
+        output = self._output(sample, end.last_token_id)
+        self._take_end(sample, output, end)
+        return output
+
+    def _output(self, sample: _Sample, token_id: int) -> RequestOutput:
+        prompt_logprobs, sample.prompt_logprobs = sample.prompt_logprobs, None
+        return RequestOutput(
+            request_id=sample.request.request_id,
+            prompt_len=len(sample.request.prompt.token_ids),
+            token_id=token_id,
+            index=sample.index,
+            num_output_tokens=sample.num_tokens,
+            max_num_batched_tokens=self.info.max_num_batched_tokens,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=sample.cached_tokens,
+            num_preemptions=sample.num_preemptions,
+        )
+
+    def _take_end(self, sample: _Sample, output: RequestOutput, end: End) -> None:
+        reason, detail = end.reason, end.detail
+        if sample.stream is not None:
+            # What was held back as the possible beginning of a stop string belongs to the text,
+            # unless the last bytes complete one.
+            output.text += sample.stream.finish()
+            if sample.stream.stop is not None and reason in ("stop", "length"):
+                reason, detail = "stop", f"stop_string:{sample.stream.stop}"
+        output.cached_tokens = end.cached_tokens
+        output.num_preemptions = end.num_preemptions
+        output.error = end.message
+        self._close(sample, output, reason, detail)
+
+    def _close(self, sample: _Sample, output: RequestOutput, reason: str, detail: str) -> None:
+        output.finished = True
+        output.finish_reason = reason
+        output.finish_detail = detail
+        self._forget(sample)
+
+    def _forget(self, sample: _Sample) -> None:
+        if self._samples.pop(sample.key, None) is None:
+            return
+        self._names.discard(sample.name)
+        sample.request.open_samples -= 1
+        if sample.request.open_samples == 0:
+            del self._requests[sample.request.request_id]
+
+    def _receive_refusal(self, refused: Refused) -> list[Event]:
+        sample = self._samples.get(refused.key)
+        if sample is None:
+            return []
+        self.abandon(sample.request)
+        text = f"request {sample.request.request_id!r}: {refused.message}"
+        error: EngineError | ValueError
+        match refused.code:
+            case "busy" | "shutdown":
+                error = EngineBusyError(text)
+            case "down":
+                error = EngineDownError(text)
+            case _:
+                error = ValueError(text)
+        return [(sample.request, error)]
+
+    # ---- prompts ----------------------------------------------------------------------------
+
+    def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._need_tokenizer().encode(self._within_reach(prompt))
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, list | tuple):
+            raise ValueError(
+                "prompt must be a string, a list of token ids or a list of chat messages, "
+                f"got {shown(prompt)}"
+            )
+        if prompt and isinstance(prompt[0], dict):
+            tokenizer = self._need_tokenizer()
+            self._within_reach("".join(str(m.get("content")) for m in prompt if hasattr(m, "get")))
+            return None, tokenizer.render_chat(list(prompt))
+        if len(prompt) > self.info.max_model_len:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens, the limit is {self.info.max_model_len}"
+            )
+        vocab_size = self.info.vocab_size
+        for token_id in prompt:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"prompt must hold token ids from 0 to {vocab_size - 1}, got {shown(token_id)}"
+                )
+        return None, list(prompt)
+
+    def _within_reach(self, text: str) -> str:
+        """Refuse at once a text that is too long however well it tokenises."""
+        longest = self._need_tokenizer().max_token_chars
+        if len(text) > self.info.max_model_len * longest:
+            raise ValueError(
+                f"prompt has {len(text)} characters, more than the limit of "
+                f"{self.info.max_model_len} tokens can hold"
+            )
+        return text
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError("prompt must be token ids: this client has no tokenizer")
+        return self.tokenizer
+
+    def _bad_word_ids(self, words: list[str | list[int]]) -> list[str | list[int]]:
+        """Token ids of each word, as it stands at a beginning and after a space."""
+        out: list[str | list[int]] = []
+        for word in words:
+            spellings = [word] if not isinstance(word, str) else self._spellings(word)
+            out += [ids for ids in spellings if ids not in out]
+        return out
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        tokenizer = self._need_tokenizer()
+        spellings = [tokenizer.encode(w, add_special_tokens=False) for w in (word, " " + word)]
+        return [ids for ids in spellings if ids]
+
+
+def _note_prompt_logprobs(sample: _Sample, extra: RowExtra) -> None:
+    if sample.prompt_logprobs is None:
+        return
+    for part in extra.prompt_logprobs:
+        for i, (ids, values) in enumerate(zip(part.token_ids, part.logprobs, strict=True)):
+            sample.prompt_logprobs[part.start + i] = dict(zip(ids, values, strict=True))
+
+
+def _check_name(field: str, value: object, limit: int, *, empty_ok: bool) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{field} must be a string, got {shown(value)}")
+    if not value and not empty_ok:
+        raise ValueError(f"{field} must not be empty")
+    if len(value) > limit:
+        raise ValueError(f"{field} may have at most {limit} characters, got {len(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{field} must be valid Unicode: {error.reason}") from error

@@ -1,0 +1,465 @@
+"""The command line: each option arrives, results come in order, errors are one clear line."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepinfer import Client
+from deepinfer.frontend import batch_file, cli, llm_engine
+from deepinfer.frontend.batch_file import BatchFile
+from deepinfer.frontend.errors import EngineDownError
+from deepinfer.frontend.terminal import Terminal
+from deepinfer.frontend.timeline import timeline
+from deepinfer.wire.config import EngineArgs
+from deepinfer.wire.messages import StoryEvent
+from deepinfer.wire.params import SamplingParams
+from support.scripted_engine import ScriptedFolder
+from support.word_engine import MAX_WORDS, WordEngine
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def deepinfer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Cli]:
+    """Runs a command with a stand-in engine and a model folder ``m``: (status, stdout, stderr)."""
+    folder = tmp_path / "home" / "models" / "m"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setenv("DEEPINFER_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DEEPINFER_MODEL", "m")
+    monkeypatch.setattr(llm_engine, "LLMEngine", WordEngine)
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["deepinfer", *map(str, argv)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    WordEngine.instances.clear()
+    yield call
+    assert all(engine.closed for engine in WordEngine.instances)
+
+
+# ---- options ----------------------------------------------------------------------------------
+
+OTHER_VALUES: dict[str, Any] = {
+    "model": "m",
+    "tokenizer": "m",
+    "dtype": "float32",
+    "device": "cpu",
+    "quantization": "none",
+    "policy": "priority",
+    "endpoint": "tcp://127.0.0.1:1",
+    "heartbeat_timeout_s": 2.5,
+    "start_timeout_s": 3.5,
+    "worker_module": "some.module",
+}
+FIELDS = msgspec.structs.fields(EngineArgs)
+
+
+def other_value(field: msgspec.structs.FieldInfo) -> Any:
+    if field.name in OTHER_VALUES:
+        return OTHER_VALUES[field.name]
+    return not field.default if field.type is bool else 7
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_every_engine_argument_is_a_flag_and_a_variable(
+    deepinfer: Cli, field: msgspec.structs.FieldInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = other_value(field)
+    flag = "--" + field.name.replace("_", "-")
+    given = [flag if value else flag.replace("--", "--no-", 1)]
+    given = given if isinstance(value, bool) else [flag, str(value)]
+    assert deepinfer("run", "hi", *given)[0] == 0
+    monkeypatch.setenv(f"DEEPINFER_{field.name.upper()}", str(value))
+    assert deepinfer("run", "hi")[0] == 0
+    assert [getattr(e.args, field.name) for e in WordEngine.instances] == [value, value]
+
+
+def test_without_options_the_arguments_are_the_defaults(deepinfer: Cli) -> None:
+    deepinfer("run", "hi")
+    assert WordEngine.instances[0].args == EngineArgs(model="m")
+
+
+def test_each_option_is_described_by_its_field(deepinfer: Cli) -> None:
+    status, out, _ = deepinfer("engine", "--help")
+    text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
+    assert status == 0
+    assert "--max-queue-len" in text
+    assert "Requests that may wait" in text
+
+
+def test_help_needs_none_of_the_heavy_packages() -> None:
+    code = (
+        "import sys; sys.argv = ['deepinfer', '--help']\n"
+        "from deepinfer.frontend.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = 'torch numba transformers PIL numpy tokenizers gguf zmq asyncio'.split()\n"
+        "print('loaded:', [name for name in heavy if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "loaded: []" in done.stdout
+
+
+# ---- errors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["run", "hi", "--model", "nowhere"], "nowhere"),
+        (["run", "hi", "--block-size", "0"], "block_size"),
+        (["run", "hi", "--dtype", "int3"], "dtype"),
+        (["run", "hi", "--max-tokens", "0"], "max_tokens"),
+        (["run", "hi", "--temperature", "-1"], "temperature"),
+        (["run", " ".join("word" for _ in range(MAX_WORDS + 1))], "limit"),
+        (["pull", "./nothing.gguf"], "nothing.gguf"),
+        (["trace", "x", "--endpoint", "tcp://192.0.2.1:5"], "endpoint"),
+        (["engine", "--endpoint", "nonsense"], "endpoint"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(deepinfer: Cli, argv: list[str], named: str) -> None:
+    status, _, err = deepinfer(*argv)
+    assert status == 2
+    assert re.fullmatch(rf"error: .*{re.escape(named)}.*\n", err)
+
+
+@pytest.mark.parametrize("argv", [["run"], ["run", "hi", "--no-such"], ["run", "hi", "-n", "x"]])
+def test_wrong_usage_is_status_2(deepinfer: Cli, argv: list[str]) -> None:
+    assert deepinfer(*argv)[0] == 2
+
+
+def test_a_dead_engine_is_one_line_and_status_1(
+    deepinfer: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(args: EngineArgs) -> None:
+        raise EngineDownError("the scheduler exited with status 3")
+
+    monkeypatch.setattr(llm_engine, "LLMEngine", down)
+    status, _, err = deepinfer("run", "hi")
+    assert (status, err) == (1, "error: the scheduler exited with status 3\n")
+
+
+def test_a_missing_file_is_one_line_and_status_1(deepinfer: Cli, tmp_path: Path) -> None:
+    missing = tmp_path / "none.jsonl"
+    status, _, err = deepinfer("batch", missing, tmp_path / "out.jsonl")
+    assert (status, err) == (1, f"error: No such file or directory: {missing}\n")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+# ---- run and chat -----------------------------------------------------------------------------
+
+
+def test_run_answers_through_the_chat_template(deepinfer: Cli) -> None:
+    status, out, err = deepinfer("run", "a b", "--system", "be kind")
+    assert (status, out) == (0, "b a chat:\n")
+    assert "3 tokens" in err
+    messages = WordEngine.instances[0].prompts[0]
+    assert [message["role"] for message in messages] == ["system", "user"]
+
+
+def test_run_raw_continues_the_text(deepinfer: Cli) -> None:
+    status, out, err = deepinfer("run", "a b", "--raw", "-n", 1, "--stop", "x", "--stop", "y", "-q")
+    assert (status, out, err) == (0, "b\n", "")
+    params = WordEngine.instances[0].params[0]
+    assert params == SamplingParams(max_tokens=1, temperature=0.0, stop=["x", "y"])
+
+
+def test_run_continues_the_text_when_there_is_no_template(
+    deepinfer: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Plain(WordEngine):
+        def __init__(self, args: EngineArgs) -> None:
+            super().__init__(args)
+            self.tokenizer.has_chat_template = False
+
+    monkeypatch.setattr(llm_engine, "LLMEngine", Plain)
+    assert deepinfer("run", "a b")[1] == "b a\n"
+    status, _, err = deepinfer("chat")
+    assert status == 2
+    assert "no chat template" in err
+
+
+def test_run_fetches_the_default_model_when_it_is_missing(
+    deepinfer: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepinfer.frontend import pull as pull_module
+
+    asked: list[str] = []
+    monkeypatch.setattr(pull_module, "pull", lambda name, progress: asked.append(name))
+    assert deepinfer("run", "hi", "--model", "smollm2-135m")[0] == 0
+    assert asked == ["smollm2-135m"]
+
+
+def test_an_interrupted_run_says_nothing_more(
+    deepinfer: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(WordEngine):
+        def __init__(self, args: EngineArgs) -> None:
+            super().__init__(args)
+            self.interrupt_after = 1
+
+    monkeypatch.setattr(llm_engine, "LLMEngine", Interrupted)
+    status, out, err = deepinfer("run", "a b")
+    assert status == 130
+    assert out == "b \n"
+    assert "Traceback" not in err
+    assert WordEngine.instances[0].dropped == ["answer-1"]
+
+
+def conversation(engine: WordEngine, lines: list[str], system: str | None = None) -> str:
+    shown: list[str] = []
+    typed = iter(lines)
+
+    def read() -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    Terminal(engine, shown.append).converse(SamplingParams(), system, read)  # type: ignore[arg-type]
+    return "".join(shown)
+
+
+def test_a_chat_remembers_what_was_said() -> None:
+    engine = WordEngine()
+    assert conversation(engine, ["a", "  ", "b", "/exit", "c"], "sys") == "a chat:\nb chat:\n"
+    said = [(message["role"], message["content"]) for message in engine.prompts[-1]]
+    assert said[:2] == [("system", "sys"), ("user", "a")]
+    assert ("assistant", "a chat:") in said
+    assert len(engine.prompts) == 2
+
+
+def test_a_refused_message_does_not_stay_in_the_chat() -> None:
+    engine = WordEngine()
+    shown = conversation(engine, ["a", "w " * 20, "b"])
+    assert "error: prompt has 21 tokens" in shown
+    assert [m["content"] for m in engine.prompts[-1] if m["role"] == "user"] == ["a", "b"]
+
+
+def test_interrupting_an_answer_does_not_end_the_chat() -> None:
+    engine = WordEngine()
+    engine.interrupt_after = 1
+    shown = conversation(engine, ["a b", "c"])
+    assert shown == "b \nc chat:\n\n"
+    assert [m["content"] for m in engine.prompts[-1] if m["role"] == "user"] == ["a b", "c"]
+
+
+# ---- batch ------------------------------------------------------------------------------------
+
+
+def run_batch(lines: list[str], seed: int = 0) -> tuple[list[dict[str, Any]], WordEngine]:
+    engine, target = WordEngine(seed=seed), io.BytesIO()
+    source = io.BytesIO("".join(line + "\n" for line in lines).encode())
+    BatchFile(engine).run(source, target, lambda: None)  # type: ignore[arg-type]
+    assert not engine.open
+    return [json.loads(line) for line in target.getvalue().splitlines()], engine
+
+
+GOOD = st.builds(
+    lambda words, n: {"prompt": " ".join(words), "n": n},
+    st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=MAX_WORDS),
+    st.integers(1, 3),
+)
+BAD = st.sampled_from(
+    ["{", "[]", "7", "null", '"x"', "{}", '{"prompt": ""}', '{"prompt": 5}', "\x00", "[" * 5000]
+    + ['{"prompt": "a", "messages": []}', '{"prompt": "a", "temperature": -1}']
+    + ['{"prompt": "a", "no_such_parameter": 1}', '{"prompt": "a a a a a a a a a a"}']
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lines=st.lists(GOOD | BAD | st.just("  ")), seed=st.integers(0, 1000))
+def test_results_stand_in_input_order_whatever_ends_first(
+    lines: list[dict[str, Any] | str], seed: int
+) -> None:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    results, _ = run_batch(texts, seed)
+    expected: list[tuple[int, str | None]] = []
+    for number, line in enumerate(lines, 1):
+        if isinstance(line, dict):
+            answer = " ".join(line["prompt"].split()[::-1])
+            expected += [(number, answer)] * line["n"]
+        elif line.strip():
+            expected.append((number, None))
+    assert [(r["line"], r.get("text")) for r in results] == expected
+    for result in results:
+        assert ("text" in result) is not ("error" in result)
+        if "error" in result:
+            assert result["error"].startswith(f"line {result['line']}: ")
+
+
+def test_a_result_carries_id_and_end() -> None:
+    results, engine = run_batch(
+        ['{"id": {"any": 1}, "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}']
+    )
+    assert results == [
+        {
+            "line": 1,
+            "id": {"any": 1},
+            "text": "a chat:",
+            "index": 0,
+            "finish_reason": "stop",
+            "finish_detail": "eos",
+            "num_prompt_tokens": 3,
+            "num_output_tokens": 2,
+        }
+    ]
+    assert engine.params == [SamplingParams(max_tokens=5)]
+
+
+def test_token_ids_and_parameters_with_integer_keys_are_taken() -> None:
+    results, engine = run_batch(['{"prompt": [5, 6], "logit_bias": {"7": 1.5}}'])
+    assert results[0]["text"] == "6 5"
+    assert engine.params[0].logit_bias == {7: 1.5}
+
+
+def test_the_engine_holds_a_bounded_part_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_file, "_MAX_RUNNING", 10)
+    lines = [json.dumps({"prompt": f"p{i} x", "n": 2}) for i in range(100)]
+    results, engine = run_batch(lines)
+    assert len(results) == 200
+    assert engine.most_open <= 10 + 1
+
+
+def test_one_slow_line_does_not_gather_the_whole_file_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batch_file, "_MAX_AHEAD", 5)
+    engine, reads = WordEngine(), 0
+
+    def lines() -> Iterator[bytes]:
+        nonlocal reads
+        for number in range(50):
+            reads += 1
+            yield json.dumps({"prompt": f"{number}"}).encode()
+
+    class Target(io.BytesIO):
+        def write(self, data: Any) -> int:
+            nonlocal written
+            written += 1
+            assert reads - written <= 5 + 1
+            return super().write(data)
+
+    written = 0
+    BatchFile(engine).run(lines(), Target(), lambda: None)  # type: ignore[arg-type]
+    assert written == reads == 50
+
+
+def test_batch_recomputes_what_is_preempted_and_counts_failures(
+    deepinfer: Cli, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a b"}\n{"prompt": 1}\n')
+    status, _, err = deepinfer("batch", source, target)
+    assert status == 0
+    assert "2 lines, 1 failed" in err
+    assert [json.loads(line)["line"] for line in target.read_text().splitlines()] == [1, 2]
+    assert WordEngine.instances[0].args.stop_preempted_request is False
+
+
+def test_batch_does_not_overwrite_its_own_input(deepinfer: Cli, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    (tmp_path / "link").symlink_to(source)
+    assert deepinfer("batch", source, tmp_path / "link")[0] == 2
+    assert source.read_text() == '{"prompt": "a"}\n'
+
+
+# ---- engine and trace -------------------------------------------------------------------------
+
+
+def test_an_engine_does_not_push_another_from_its_endpoint(deepinfer: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "e.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(path))
+        other.listen()
+        status, _, err = deepinfer("engine", "--endpoint", f"ipc://{path}")
+    assert status == 2
+    assert "in use by another engine" in err
+
+
+def test_a_timeline_shows_when_what_and_why() -> None:
+    story = [
+        StoryEvent(0.0, "arrived", {"prompt_tokens": 5}),
+        StoryEvent(12.34, "preempted", {"by": "other", "share": 0.25}),
+    ]
+    header, first, second = timeline(story)
+    assert header.split() == ["at", "ms", "+ms", "event"]
+    assert first.split() == ["0.0", "0.0", "arrived", "prompt_tokens", "5"]
+    assert second.split() == ["12.3", "12.3", "preempted", "by", "other", "share", "0.2"]
+
+
+@pytest.mark.process
+def test_an_engine_serves_its_endpoint_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    """The whole way: ``engine`` in one process, a client, ``trace`` in another, Ctrl-C."""
+    folder = ScriptedFolder(tmp_path)
+    endpoint = f"ipc://{tmp_path}/e.sock"
+    options = ["--model", str(folder.path), "--worker-module", "support.scripted_worker"]
+    command = [sys.executable, "-m", "deepinfer"]
+    engine = subprocess.Popen(
+        [*command, "engine", "--endpoint", endpoint, *options], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == f"ready at {endpoint}\n"
+
+        async def ask() -> list[int]:
+            async with Client(endpoint) as client:
+                outputs = client.generate([5, 6], SamplingParams(temperature=0, max_tokens=3), "r1")
+                return [output.token_id async for output in outputs]
+
+        assert asyncio.run(ask()) == folder.reference([5, 6], 3)
+        trace = [*command, "trace", "--endpoint", endpoint]
+        told = subprocess.run([*trace, "r1"], capture_output=True, text=True, check=True)
+        assert re.search(r"first_token(.|\n)*ended", told.stdout)
+        unknown = subprocess.run([*trace, "r2"], capture_output=True, text=True, check=False)
+        assert (unknown.returncode, unknown.stdout) == (2, "")
+        assert re.fullmatch(r"error: .*r2.*\n", unknown.stderr)
+    finally:
+        engine.send_signal(signal.SIGINT)
+        assert engine.wait(60) == 0
+
+
+@pytest.mark.process
+def test_run_and_batch_work_on_a_whole_engine(tmp_path: Path) -> None:
+    folder = ScriptedFolder(tmp_path / "m")
+    options = ["--model", str(folder.path), "--worker-module", "support.scripted_worker"]
+    command = [sys.executable, "-m", "deepinfer"]
+    run = [*command, "run", "--raw", "-q", "-n", "5", "hello", *options]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    outputs = folder.reference(folder.tokenizer.encode("hello"), 5)
+    assert done.stdout == folder.tokenizer.decode(outputs) + "\n"
+
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"id": i, "prompt": [i], "temperature": 0, "max_tokens": i} for i in range(5, 25)]
+    lines.insert(7, {"id": 0, "prompt": []})
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    subprocess.run([*command, "batch", source, target, *options], check=True, capture_output=True)
+    results = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [result["id"] for result in results] == [line["id"] for line in lines]
+    assert "line 8: prompt" in results.pop(7)["error"]
+    for result in results:
+        expected = folder.reference([result["id"]], result["id"])
+        assert result["text"] == folder.tokenizer.decode(expected)
+        assert result["num_output_tokens"] == len(expected)
