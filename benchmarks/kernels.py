@@ -1,0 +1,248 @@
+"""How near the CPU kernels come to what the machine can do.
+
+Measures the machine first (multiply-adds of all threads, bytes read from memory), then the matrix
+products of SmolLM2-135M for 1 to 2,048 rows beside torch, attention, and what a launch costs.
+Weights of 1 to 3 rows are read cold, as a decode step reads them: many copies take turns, more than
+the caches hold. Times are the best of several, so that other programs of the machine matter less.
+
+    python benchmarks/kernels.py [--threads 2] [--no-torch] [--only peaks,linear,attention,launch]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from deepinfer.gpu_worker.backend import KVCache, RaggedBatch
+from deepinfer.gpu_worker.cpu_backend import CpuBackend
+from deepinfer.gpu_worker.kernels.fork_join import fork_join
+from deepinfer.gpu_worker.kernels.vectors import (
+    LANES,
+    add16,
+    fma16,
+    load16,
+    splat16,
+    store16,
+)
+
+# numba comes after the kernels' settings.
+from numba import njit  # isort: skip
+
+SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152))
+ROWS = (1, 2, 3, 8, 64, 512, 2048)
+COLD_BYTES = 160 << 20
+
+
+@njit(nogil=True)
+def _multiply_add(arguments, unit):
+    rounds, out = arguments
+    factor, term = splat16(np.float32(1.0000001)), splat16(np.float32(1e-9))
+    a = b = c = d = e = f = factor
+    for _ in range(rounds):
+        a = fma16(a, factor, term)
+        b = fma16(b, factor, term)
+        c = fma16(c, factor, term)
+        d = fma16(d, factor, term)
+        e = fma16(e, factor, term)
+        f = fma16(f, factor, term)
+    store16(out, unit * LANES, add16(add16(add16(a, b), add16(c, d)), add16(e, f)))
+
+
+@njit(nogil=True)
+def multiply_add(control, rounds, out, units):
+    fork_join(control, _multiply_add, (rounds, out), units)
+
+
+@njit(nogil=True)
+def _read(arguments, unit):
+    data, size, out = arguments
+    zero = splat16(np.float32(0))
+    a = b = c = d = zero
+    for i in range(unit * size, unit * size + size, 4 * LANES):
+        a = add16(a, load16(data, i))
+        b = add16(b, load16(data, i + LANES))
+        c = add16(c, load16(data, i + 2 * LANES))
+        d = add16(d, load16(data, i + 3 * LANES))
+    store16(out, unit * LANES, add16(add16(a, b), add16(c, d)))
+
+
+@njit(nogil=True)
+def read(control, data, size, out, units):
+    fork_join(control, _read, (data, size, out), units)
+
+
+@njit(nogil=True)
+def _nothing(arguments, unit):
+    pass
+
+
+@njit(nogil=True)
+def launch(control, units):
+    fork_join(control, _nothing, (units,), units)
+
+
+def best_of(call: Callable[[int], object], seconds: float = 0.6, least: int = 4) -> float:
+    """Shortest time of ``call(i)`` for i = 0, 1, … within about ``seconds``."""
+    call(0)
+    shortest, begun, i = float("inf"), time.perf_counter(), 1
+    while i <= least or time.perf_counter() - begun < seconds:
+        start = time.perf_counter()
+        call(i)
+        shortest = min(shortest, time.perf_counter() - start)
+        i += 1
+    return shortest
+
+
+def peaks(backend: CpuBackend) -> tuple[float, float]:
+    """Multiply-adds as GFLOP/s, and reads from memory as GB/s, of all threads together."""
+    out = np.zeros(4096 * LANES, np.float32)
+    units, rounds = 8 * backend.num_threads, 100_000
+    duration = best_of(lambda i: multiply_add(backend._control, rounds, out, units))
+    flops = units * rounds * 6 * 2 * LANES / duration / 1e9
+    data = np.zeros(COLD_BYTES // 4, np.float32)
+    data[:] = 1
+    size = 16384
+    duration = best_of(lambda i: read(backend._control, data, size, out, len(data) // size))
+    return flops, data.nbytes / duration / 1e9
+
+
+def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: bool) -> None:
+    """One line for each shape, dtype and number of rows."""
+    rng = np.random.default_rng(0)
+    for depth, width in SHAPES:
+        for dtype in ("bfloat16", "float32"):
+            weights = rng.standard_normal((width, depth)).astype(np.float32)
+            held = weights if dtype == "float32" else (weights.view(np.uint32) >> 16)
+            held = held.astype(np.uint16) if dtype == "bfloat16" else held
+            copies = [backend.pack_linear([held]) for _ in range(-(-COLD_BYTES // held.nbytes))]
+            for rows in ROWS:
+                if rows > 64 and width > 4096:
+                    continue
+                x = rng.standard_normal((rows, depth)).astype(np.float32)
+                out = np.empty((rows, width), np.float32)
+
+                def call(i: int, x=x, out=out, copies=copies) -> None:
+                    backend.linear(x, copies[i % len(copies)], out)
+
+                if rows <= 3:  # a round through all copies, so that launches overlap as in a step
+                    turn = range(len(copies))
+                    best = best_of(lambda _, call=call, turn=turn: [call(i) for i in turn])
+                    best /= len(copies)
+                else:
+                    best = best_of(call)
+                flops = 2 * rows * depth * width / best / 1e9
+                moved = held.nbytes / best / 1e9
+                line = (
+                    f"{depth:5}→{width:<5} {dtype:8} rows {rows:4}: {best * 1e6:9.1f} µs "
+                    f"{flops:6.1f} GFLOP/s ({flops / peak:4.0%}) "
+                    f"{moved:5.1f} GB/s ({moved / bandwidth:4.0%})"
+                )
+                if torch_too:
+                    line += torch_linear(x, weights, dtype, len(copies) if rows <= 3 else 1, rows)
+                print(line, flush=True)
+
+
+def torch_linear(x: np.ndarray, weights: np.ndarray, dtype: str, copies: int, rows: int) -> str:
+    """The same product by torch, with weights in the same dtype."""
+    import torch
+
+    kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    given = torch.from_numpy(x).to(kind)
+    matrices = [torch.from_numpy(weights).to(kind).clone() for _ in range(copies)]
+    product = torch.nn.functional.linear
+    with torch.inference_mode():
+        if rows <= 3:
+            best = best_of(lambda _: [product(given, m) for m in matrices]) / copies
+        else:
+            best = best_of(lambda _: product(given, matrices[0]))
+    return f"   torch {best * 1e6:9.1f} µs"
+
+
+def bench_attention(backend: CpuBackend, peak: float) -> None:
+    """Decode of 1 and 64 rows, and prefill of one prompt, with SmolLM2's 9 query and 3 kv heads."""
+    heads, kv_heads, dim, block_size = 9, 3, 64, 16
+    for rows, context, tokens in (
+        (1, 128, 1),
+        (1, 2048, 1),
+        (64, 300, 1),
+        (1, 512, 512),
+        (1, 2048, 2048),
+    ):
+        blocks = -(-context // block_size)
+        cache = KVCache(1, rows * blocks, block_size, kv_heads, dim, "bfloat16")
+        cache.layers[0].keys[:] = 0x3F00
+        cache.layers[0].values[:] = 0x3F00
+        last = np.arange(context - tokens, context)
+        batch = RaggedBatch(
+            token_ids=np.zeros(rows * tokens, np.int32),
+            positions=np.tile(last, rows).astype(np.int32),
+            q_start=np.arange(0, rows * tokens + 1, tokens, dtype=np.int32),
+            slots=np.arange(rows, dtype=np.int32),
+            lengths=np.full(rows, context, np.int32),
+            block_tables=np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks),
+            logit_index=np.zeros(0, np.int32),
+        )
+        qkv = np.ones((rows * tokens, (heads + 2 * kv_heads) * dim), np.float32)
+        out = np.empty((rows * tokens, heads * dim), np.float32)
+        layer = cache.layers[0]
+
+        def call(_: int, qkv=qkv, layer=layer, batch=batch, out=out) -> None:
+            backend.attention(qkv, layer, batch, 0.125, 0, out)
+
+        best = best_of(call)
+        seen = rows * (tokens * (context - tokens) + tokens * (tokens + 1) / 2)
+        flops = 4 * seen * heads * dim / best / 1e9
+        print(
+            f"attention {rows:3} rows of {tokens:4} tokens, context {context:4}: "
+            f"{best * 1e6:9.1f} µs {flops:6.1f} GFLOP/s ({flops / peak:4.0%})",
+            flush=True,
+        )
+
+
+def bench_launch(backend: CpuBackend) -> None:
+    """A kernel without work, back to back and after pauses in which helpers fall asleep."""
+    launch(backend._control, 1)
+    for units in (1, 16):
+        for pause in (0.0, 20e-6, 500e-6):
+            times = []
+            for _ in range(1000):
+                start = time.perf_counter()
+                launch(backend._control, units)
+                end = time.perf_counter()
+                times.append(end - start)
+                while time.perf_counter() - end < pause:
+                    pass
+            median, late = np.percentile(times, (50, 99)) * 1e6
+            print(
+                f"launch {units:2} units, {pause * 1e6:3.0f} µs apart: "
+                f"median {median:5.1f} µs, p99 {late:.1f} µs"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--only", default="linear,attention,launch")
+    args = parser.parse_args()
+    backend = CpuBackend(args.threads)
+    if not args.no_torch:
+        import torch
+
+        torch.set_num_threads(backend.num_threads)
+    peak, bandwidth = peaks(backend)
+    print(f"{backend.num_threads} threads: {peak:.1f} GFLOP/s float32, {bandwidth:.1f} GB/s read")
+    if "launch" in args.only:
+        bench_launch(backend)
+    if "attention" in args.only:
+        bench_attention(backend, peak)
+    if "linear" in args.only:
+        bench_linear(backend, peak, bandwidth, not args.no_torch)
+    backend.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What one step costs the scheduler when nothing but tokens changes, in microseconds.
+
+    python benchmarks/scheduler.py [--rows 32,256,1024] [--steps 400] [--clients 4]
+
+Each row decodes; every block_size-th step it needs a block. The worker's answer is made up outside
+the clock. Prints one JSON line per number of rows:
+
+- ``plan_us``, ``result_us``, ``outbox_us``: the core's own time, medians over the steps;
+- ``core_us``: their sum per step, the median;
+- ``encode_us``: msgpack for the plan and the output batches, and decoding the result;
+- ``total_us``: all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+
+import numpy as np
+
+from deepinfer.scheduler.core import Core
+from deepinfer.wire.codec import Codec
+from deepinfer.wire.columns import pack_int32
+from deepinfer.wire.config import EngineArgs
+from deepinfer.wire.messages import AddRequest
+from deepinfer.wire.params import SamplingParams
+from deepinfer.wire.steps import FromWorker, StepPlan, StepResult, WorkerReady
+
+VOCAB = 49_152
+BLOCK_SIZE = 16
+PROMPT = 64
+
+
+class Mirror:
+    """The slots a worker would know, so that results can be made without a model."""
+
+    def __init__(self, slots: int) -> None:
+        self.decodes = np.zeros(slots, dtype=np.bool_)
+        self.epochs = np.zeros(slots, dtype=np.int32)
+        self.left: dict[int, int] = {}
+        self.random = np.random.default_rng(0)
+
+    def result(self, plan: StepPlan) -> StepResult:
+        """Answer a plan with random tokens that are no EOS."""
+        for row in plan.admitted:
+            self.epochs[row.slot] = row.epoch
+            self.left[row.slot] = len(row.tokens) // 4 - row.num_cached
+        slots = np.flatnonzero(self.decodes)
+        for slot, q in np.frombuffer(plan.chunks, dtype="<i4").reshape(-1, 2).tolist():
+            self.left[slot] -= q
+            if not self.left[slot]:
+                self.decodes[slot] = True
+                slots = np.append(slots, slot)
+        return StepResult(
+            step=plan.step,
+            slots=pack_int32(slots),
+            epochs=pack_int32(self.epochs[slots]),
+            tokens=pack_int32(self.random.integers(3, VOCAB, len(slots))),
+            started_ns=1,
+            ended_ns=2,
+        )
+
+
+def measure(rows: int, steps: int, clients: int) -> dict[str, float]:
+    length = PROMPT + steps + 64
+    args = EngineArgs(max_num_seqs=rows, max_num_batched_tokens=max(8192, 2 * rows))
+    core = Core(args)
+    ready = WorkerReady(
+        vocab_size=VOCAB,
+        eos_token_ids=[2],
+        max_model_len=length,
+        num_blocks=rows * (length // BLOCK_SIZE + 2),
+        dtype="bfloat16",
+        device="cpu",
+        architecture="none",
+        phases={},
+    )
+    core.worker_ready(ready, 0.0)
+    random = np.random.default_rng(1)
+    params = SamplingParams(max_tokens=steps + 64, seed=1, temperature=0.0)
+    for row in range(rows):
+        # Lengths run over all places in a block, so every step some rows need one.
+        prompt = pack_int32(random.integers(3, VOCAB, PROMPT + row % BLOCK_SIZE))
+        client = b"client%d" % (row % clients)
+        core.handle(client, AddRequest(row, f"r{row}", prompt, params), 0.0)
+    mirror = Mirror(rows)
+    codec = Codec(FromWorker)
+    in_flight: list[bytes] = []
+    times: list[tuple[float, float, float, float]] = []
+    gc.collect()
+    gc.disable()
+    while len(times) < steps - 32:
+        begin = time.perf_counter()
+        plan = core.plan(0.0)
+        planned = time.perf_counter()
+        if plan is None:
+            break
+        codec.encode(plan)
+        sent = time.perf_counter()
+        in_flight.append(codec.encode(mirror.result(plan)))
+        if len(in_flight) < 2:
+            continue
+        answered = time.perf_counter()
+        result = codec.decode(in_flight.pop(0))
+        decoded = time.perf_counter()
+        core.step_result(result, 0.0)
+        read = time.perf_counter()
+        messages = core.outbox()
+        drained = time.perf_counter()
+        for _, message in messages:
+            codec.encode(message)
+        encoded = time.perf_counter()
+        if int(mirror.decodes.sum()) == rows:
+            encoding = (sent - planned) + (decoded - answered) + (encoded - drained)
+            times.append((planned - begin, read - decoded, drained - read, encoding))
+    gc.enable()
+    core.check()
+    # The first steps after the prefill still carry first tokens.
+    plan_us, result_us, outbox_us, encode_us = (
+        [1e6 * value for value in column] for column in zip(*times[8:], strict=True)
+    )
+    core_us = [sum(parts) for parts in zip(plan_us, result_us, outbox_us, strict=True)]
+    total_us = [sum(parts) for parts in zip(core_us, encode_us, strict=True)]
+    columns = {
+        "plan_us": plan_us,
+        "result_us": result_us,
+        "outbox_us": outbox_us,
+        "core_us": core_us,
+        "encode_us": encode_us,
+        "total_us": total_us,
+    }
+    medians = {name: round(statistics.median(values), 1) for name, values in columns.items()}
+    return {"rows": rows, "clients": clients, "steps": len(core_us)} | medians
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="32,256,1024")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--clients", type=int, default=4)
+    options = parser.parse_args()
+    for rows in map(int, options.rows.split(",")):
+        print(json.dumps(measure(rows, options.steps, options.clients)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What a model asks of the device it runs on.
+
+A model is written once, against ``Backend``. Shapes use T tokens of a step, R rows, L wanted
+logits, HQ query heads, HK key/value heads, D head size, P table positions, V vocabulary.
+Activations are C-contiguous float32 arrays (a leading slice ``scratch[:T]`` of a bigger one is
+fine); weights and the KV cache are float32, or bfloat16 held as uint16 because numpy has no
+bfloat16.
+
+Every operation is batch invariant: the bits of a token's result depend on that token's own inputs
+and position, never on T, on the rows beside it, on how a prompt was cut into chunks or on the
+number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+Stored = npt.NDArray[Any]
+"""A float32 array, or the bits of a bfloat16 array as uint16."""
+
+LANES = 16
+"""Keys of a block lie side by side in groups of this many, ready for one vector register row."""
+
+STORAGE: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.uint16),
+}
+"""numpy dtype in which weights and KV cache of a run dtype are held."""
+
+
+def padded_to_lanes(count: int) -> int:
+    """``count`` rounded up to a whole number of lanes."""
+    return -(-count // LANES) * LANES
+
+
+@dataclass(slots=True)
+class RaggedBatch:
+    """The rows of one step: each brings the next q >= 1 tokens of its sequence.
+
+    - ``token_ids`` int32 [T]; ``positions`` int32 [T], counted from 0.
+    - ``q_start`` int32 [R+1]: row r owns tokens ``q_start[r]:q_start[r+1]``; their positions are
+      consecutive and end at ``lengths[r] - 1``.
+    - ``slots`` int32 [R]: the row's line in ``block_tables``.
+    - ``lengths`` int32 [R]: tokens in the cache after this step, those of this step included.
+    - ``block_tables`` int32 [S, B]: KV blocks of every slot, in order of position.
+    - ``logit_index`` int32 [L]: the tokens (indices into T, ascending) whose logits are wanted.
+    """
+
+    token_ids: Int32
+    positions: Int32
+    q_start: Int32
+    slots: Int32
+    lengths: Int32
+    block_tables: Int32
+    logit_index: Int32
+
+
+@dataclass(slots=True)
+class KVLayer:
+    """Keys and values of one layer.
+
+    - ``keys`` [blocks, HK, block_size rounded up to LANES / LANES, D, LANES]: token ``o`` of a
+      block is lane ``o % LANES`` of group ``o // LANES``.
+    - ``values`` [blocks, HK, block_size, D rounded up to LANES].
+
+    What was never written, or belonged to an earlier owner of the block, is never read into a
+    result.
+    """
+
+    keys: Stored
+    values: Stored
+    block_size: int
+    head_dim: int
+
+
+class KVCache:
+    """Paged keys and values of all layers; the memory is touched only as blocks are written."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str,
+    ) -> None:
+        """``dtype`` is a key of ``STORAGE``; ``block_size`` is any number of tokens >= 1."""
+        storage = STORAGE[dtype]
+        groups = padded_to_lanes(block_size) // LANES
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = [
+            KVLayer(
+                keys=np.zeros((num_blocks, num_kv_heads, groups, head_dim, LANES), storage),
+                values=np.zeros(
+                    (num_blocks, num_kv_heads, block_size, padded_to_lanes(head_dim)), storage
+                ),
+                block_size=block_size,
+                head_dim=head_dim,
+            )
+            for _ in range(num_layers)
+        ]
+
+    @staticmethod
+    def bytes_per_block(
+        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str
+    ) -> int:
+        """Bytes that one block takes over all layers, padding included."""
+        keys = padded_to_lanes(block_size) * head_dim
+        values = block_size * padded_to_lanes(head_dim)
+        return num_layers * num_kv_heads * (keys + values) * int(STORAGE[dtype].itemsize)
+
+
+class Linear(Protocol):
+    """A weight matrix in the backend's own form, made by ``pack_linear``."""
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+
+
+class Backend(Protocol):
+    """The operations a decoder consists of. ``out`` is overwritten and never aliases an input."""
+
+    def pack_linear(self, parts: Sequence[Stored], bias: Float32 | None = None) -> Any:
+        """Pack weights [N_i, K], stacked in the order given, for ``linear`` and ``embed``.
+
+        The parts share K and dtype (float32, or uint16 for bfloat16) and may be read-only or
+        memory-mapped; they are read once and not kept. ``bias`` is float32 [sum of N_i].
+        ``ValueError`` when shapes or dtypes do not fit together.
+        """
+
+    def embed(self, ids: Int32, table: Any, out: Float32) -> None:
+        """Write row ``ids[t]`` of a packed [V, K] matrix to ``out[t]``, [T, K]."""
+
+    def take_rows(self, x: Float32, index: Int32, out: Float32) -> None:
+        """``out[i] = x[index[i]]``: the rows that go on to the logits."""
+
+    def rms_norm(self, x: Float32, weight: Float32, eps: float, out: Float32) -> None:
+        """``out = x / sqrt(mean(x**2) + eps) * weight`` along the last axis, x [T, H].
+
+        The residual stream needs no operation of its own: ``linear`` adds to it.
+        """
+
+    def linear(self, x: Float32, weight: Any, out: Float32, add: bool = False) -> None:
+        """``out = x @ W.T + bias``, or ``out += x @ W.T + bias``; x [T, K], out [T, N]."""
+
+    def rope_and_cache(
+        self,
+        qkv: Float32,
+        layer: KVLayer,
+        batch: RaggedBatch,
+        cos: Float32,
+        sin: Float32,
+        q_norm: Float32 | None,
+        k_norm: Float32 | None,
+        eps: float,
+    ) -> None:
+        """Normalise and rotate queries and keys, and store keys and values in the cache.
+
+        ``qkv`` [T, (HQ + 2 HK) * D] holds the heads of q, then k, then v. Its q part is changed in
+        place; its k part may or may not be. ``q_norm`` and ``k_norm`` [D] are the weights of an
+        RMSNorm per head (Qwen3), both or none. The rotation is the rotate-half form: dimension i is
+        paired with i + D/2 and turned by ``cos``, ``sin`` [P, D/2] at the token's position.
+        """
+
+    def attention(
+        self,
+        qkv: Float32,
+        layer: KVLayer,
+        batch: RaggedBatch,
+        scale: float,
+        window: int,
+        out: Float32,
+    ) -> None:
+        """Causal grouped-query attention of the q part of ``qkv`` over the cache.
+
+        Run after ``rope_and_cache`` of the same step. A token at position p sees positions
+        ``max(0, p - window + 1)`` to p, or from 0 when ``window`` is 0. ``out`` [T, HQ * D].
+        """
+
+    def silu_mul(self, gate_up: Float32, out: Float32) -> None:
+        """``out = silu(gate) * up``; ``gate_up`` [T, 2 I] holds gate then up, ``out`` [T, I]."""
+
+    def argmax(self, logits: Float32) -> Int32:
+        """Index of the first largest value of each row of [L, V]; a NaN counts as largest."""
+
+    def log_softmax_stats(self, logits: Float32) -> tuple[Float32, Float32]:
+        """Largest value, and log of the sum of exponentials, of each row of [L, V]."""

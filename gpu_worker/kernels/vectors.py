@@ -1,0 +1,314 @@
+"""Sixteen float32 side by side, as a value inside compiled functions.
+
+LLVM lowers ``<16 x float>`` to two AVX2 registers or one of AVX-512. Every operation is exact IEEE
+lane by lane, and the two that cross lanes (``sum16``, ``max_of16``) use a fixed tree, so results
+are the same on either. Arrays are addressed by a flat offset in elements; a uint16 array holds
+bfloat16.
+"""
+
+# Compiled functions are typed by numba, for the arrays they are called with.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="call-arg,var-annotated"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+I1 = ir.IntType(1)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F32 = ir.FloatType()
+VECTOR = ir.VectorType(F32, LANES)
+VECTOR_I16 = ir.VectorType(I16, LANES)
+VECTOR_I32 = ir.VectorType(I32, LANES)
+VECTOR_I1 = ir.VectorType(I1, LANES)
+
+
+class _Float32x16(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="float32x16")
+
+
+float32x16 = _Float32x16()
+
+
+@register_model(_Float32x16)
+class _Float32x16Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, VECTOR)
+
+
+# ---- pieces of IR, shared with the micro-kernel -------------------------------------------------
+
+
+def same(value: float) -> ir.Constant:
+    """A constant float vector with ``value`` in every lane."""
+    return ir.Constant(VECTOR, [float(value)] * LANES)
+
+
+def same_int(value: int) -> ir.Constant:
+    """A constant int32 vector with ``value`` in every lane."""
+    return ir.Constant(VECTOR_I32, [value] * LANES)
+
+
+def emit_pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    """Pointer to element ``offset`` of a C-contiguous array."""
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
+
+
+def emit_load(builder: Any, pointer: Any, element: Any) -> Any:
+    """Sixteen elements as floats; bfloat16 is the upper half of a float32."""
+    if element == types.float32:
+        return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+    bits = builder.load(builder.bitcast(pointer, VECTOR_I16.as_pointer()), align=2)
+    bits = builder.shl(builder.zext(bits, VECTOR_I32), same_int(16))
+    return builder.bitcast(bits, VECTOR)
+
+
+def emit_store(builder: Any, pointer: Any, element: Any, value: Any) -> None:
+    """Store sixteen floats, rounded to nearest even where the array holds bfloat16."""
+    if element == types.float32:
+        builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+        return
+    bits = builder.bitcast(value, VECTOR_I32)
+    odd = builder.and_(builder.lshr(bits, same_int(16)), same_int(1))
+    rounded = builder.add(bits, builder.add(odd, same_int(0x7FFF)))
+    # Rounding could carry a NaN's payload into the sign; it must stay a NaN to be noticed.
+    nan = builder.fcmp_unordered("uno", value, value)
+    rounded = builder.select(nan, same_int(0x7FC00000), rounded)
+    half = builder.trunc(builder.lshr(rounded, same_int(16)), VECTOR_I16)
+    builder.store(half, builder.bitcast(pointer, VECTOR_I16.as_pointer()), align=2)
+
+
+def emit_splat(builder: Any, scalar: Any) -> Any:
+    """The scalar in every lane."""
+    undefined = ir.Constant(VECTOR, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, same_int(0))
+
+
+def emit_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """``x * y + z`` with one rounding, whatever the optimiser would have preferred."""
+    signature = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, signature, "llvm.fma.v16f32")
+    return builder.call(fma, [x, y, z])
+
+
+def emit_prefetch(builder: Any, pointer: Any) -> None:
+    """Ask for the cache line at ``pointer``; never faults."""
+    pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
+    builder.call(prefetch, [pointer, read, keep, data])
+
+
+def emit_mask(builder: Any, first: Any, last: Any) -> Any:
+    """Lanes i with ``first <= i < last`` (int64 scalars)."""
+    clamped = []
+    for bound in (first, last):
+        low = builder.icmp_signed("<", bound, ir.Constant(I64, 0))
+        high = builder.icmp_signed(">", bound, ir.Constant(I64, LANES))
+        bound = builder.select(low, ir.Constant(I64, 0), bound)
+        bound = builder.select(high, ir.Constant(I64, LANES), bound)
+        scalar = builder.trunc(bound, I32)
+        undefined = ir.Constant(VECTOR_I32, ir.Undefined)
+        vector = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+        clamped.append(builder.shuffle_vector(vector, undefined, same_int(0)))
+    lane = ir.Constant(VECTOR_I32, list(range(LANES)))
+    return builder.and_(
+        builder.icmp_signed(">=", lane, clamped[0]), builder.icmp_signed("<", lane, clamped[1])
+    )
+
+
+def _emit_exp(builder: Any, x: Any) -> Any:
+    """Write exp(x) as 2**n * exp(r), |r| <= ln(2)/2, with the Taylor series to the 7th power.
+
+    The series is cut below 6e-9 of the result; rounding dominates. exp(0) is exactly 1, what
+    underflows is exactly 0, a NaN stays one. No conversion to int: that of a NaN is undefined.
+    """
+    x = builder.select(builder.fcmp_ordered(">", x, same(89.0)), same(89.0), x)
+    tiny = builder.fcmp_ordered("<", x, same(-87.3))
+    # Adding 1.5 * 2**23 leaves round(x / ln 2) in the low bits of the mantissa.
+    shift = same(12582912.0)
+    shifted = emit_fma(builder, x, same(math.log2(math.e)), shift)
+    n = builder.fsub(shifted, shift)
+    # ln 2 in two parts, the first short enough for n * part to be exact.
+    r = emit_fma(builder, n, same(-0.693359375), x)
+    r = emit_fma(builder, n, same(0.693359375 - math.log(2)), r)
+    series = same(1 / math.factorial(7))
+    for power in range(6, -1, -1):
+        series = emit_fma(builder, series, r, same(1 / math.factorial(power)))
+    exponent = builder.add(builder.bitcast(shifted, VECTOR_I32), same_int(127))
+    scale = builder.bitcast(builder.shl(exponent, same_int(23)), VECTOR)
+    return builder.select(tiny, same(0.0), builder.fmul(series, scale))
+
+
+def _emit_fold(builder: Any, x: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """Combine the upper half of the lanes with the lower until one is left."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        undefined = ir.Constant(x.type, ir.Undefined)
+        index = ir.VectorType(I32, width)
+        low = builder.shuffle_vector(x, undefined, ir.Constant(index, list(range(width))))
+        high = builder.shuffle_vector(
+            x, undefined, ir.Constant(index, list(range(width, 2 * width)))
+        )
+        x = combine(builder, low, high)
+    return builder.extract_element(x, ir.Constant(I32, 0))
+
+
+def _emit_max(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", y, x), y, x)
+
+
+# ---- operations for compiled functions ----------------------------------------------------------
+
+
+@intrinsic
+def load16(typingctx, array, offset):
+    """Elements ``offset`` to ``offset + 15``."""
+
+    def codegen(context, builder, signature, args):
+        pointer = emit_pointer(context, builder, signature.args[0], args[0], args[1])
+        return emit_load(builder, pointer, signature.args[0].dtype)
+
+    return float32x16(array, types.int64), codegen
+
+
+@intrinsic
+def store16(typingctx, array, offset, value):
+    """Write to elements ``offset`` to ``offset + 15``."""
+
+    def codegen(context, builder, signature, args):
+        pointer = emit_pointer(context, builder, signature.args[0], args[0], args[1])
+        emit_store(builder, pointer, signature.args[0].dtype, args[2])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, float32x16), codegen
+
+
+@intrinsic
+def splat16(typingctx, scalar):
+    """The scalar in every lane."""
+
+    def codegen(context, builder, signature, args):
+        return emit_splat(builder, args[0])
+
+    return float32x16(types.float32), codegen
+
+
+@intrinsic
+def keep16(typingctx, x, first, last, other):
+    """Lanes i with ``first <= i < last`` of ``x``, and ``other`` in the rest."""
+
+    def codegen(context, builder, signature, args):
+        mask = emit_mask(builder, args[1], args[2])
+        return builder.select(mask, args[0], emit_splat(builder, args[3]))
+
+    return float32x16(float32x16, types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def fma16(typingctx, x, y, z):
+    """``x * y + z`` with one rounding."""
+
+    def codegen(context, builder, signature, args):
+        return emit_fma(builder, *args)
+
+    return float32x16(float32x16, float32x16, float32x16), codegen
+
+
+@intrinsic
+def exp16(typingctx, x):
+    """Exponential, relative error below 2e-7; above 88 it may be infinite already."""
+
+    def codegen(context, builder, signature, args):
+        return _emit_exp(builder, args[0])
+
+    return float32x16(float32x16), codegen
+
+
+@intrinsic
+def sum16(typingctx, x):
+    """Sum of the lanes, in a fixed tree."""
+
+    def codegen(context, builder, signature, args):
+        return _emit_fold(builder, args[0], lambda b, low, high: b.fadd(low, high))
+
+    return types.float32(float32x16), codegen
+
+
+@intrinsic
+def max_of16(typingctx, x):
+    """Largest lane."""
+
+    def codegen(context, builder, signature, args):
+        return _emit_fold(builder, args[0], _emit_max)
+
+    return types.float32(float32x16), codegen
+
+
+def _lanewise(name: str, emit: Callable[[Any, Any, Any], Any], doc: str) -> Any:
+    def operation(typingctx, x, y):
+        def codegen(context, builder, signature, args):
+            return emit(builder, args[0], args[1])
+
+        return float32x16(float32x16, float32x16), codegen
+
+    operation.__name__ = operation.__qualname__ = name
+    operation.__doc__ = doc
+    return intrinsic(operation)
+
+
+add16 = _lanewise("add16", lambda b, x, y: b.fadd(x, y), "Sum, lane by lane.")
+sub16 = _lanewise("sub16", lambda b, x, y: b.fsub(x, y), "Difference, lane by lane.")
+mul16 = _lanewise("mul16", lambda b, x, y: b.fmul(x, y), "Product, lane by lane.")
+div16 = _lanewise("div16", lambda b, x, y: b.fdiv(x, y), "Quotient, lane by lane.")
+max16 = _lanewise("max16", _emit_max, "Larger of two, lane by lane; the first where y is NaN.")
+
+
+@intrinsic
+def load_scalar(typingctx, array, offset):
+    """One element as a float32."""
+
+    def codegen(context, builder, signature, args):
+        pointer = emit_pointer(context, builder, signature.args[0], args[0], args[1])
+        value = builder.load(pointer)
+        if signature.args[0].dtype == types.float32:
+            return value
+        bits = builder.shl(builder.zext(value, I32), ir.Constant(I32, 16))
+        return builder.bitcast(bits, F32)
+
+    return types.float32(array, types.int64), codegen
+
+
+@intrinsic
+def store_scalar(typingctx, array, offset, value):
+    """Write one float32, rounded like ``store16``."""
+
+    def codegen(context, builder, signature, args):
+        element = signature.args[0].dtype
+        pointer = emit_pointer(context, builder, signature.args[0], args[0], args[1])
+        if element == types.float32:
+            builder.store(args[2], pointer)
+            return context.get_dummy_value()
+        bits = builder.bitcast(args[2], I32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(I32, 0x7FFF)))
+        nan = builder.fcmp_unordered("uno", args[2], args[2])
+        rounded = builder.select(nan, ir.Constant(I32, 0x7FC00000), rounded)
+        half = builder.trunc(builder.lshr(rounded, ir.Constant(I32, 16)), I16)
+        builder.store(half, pointer)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.float32), codegen

@@ -1,0 +1,280 @@
+"""The decoder-only transformer that Llama, Mistral, Qwen2 and Qwen3 share.
+
+RMSNorm before each half of a layer, rotary positions, grouped-query attention, a gated SiLU
+feed-forward (Touvron et al., arXiv:2302.13971; Jiang et al., arXiv:2310.06825). The families
+differ in biases, per-head norms of q and k, and sliding windows, all of which is configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepinfer.gpu_worker.backend import (
+    STORAGE,
+    Backend,
+    Float32,
+    KVCache,
+    KVLayer,
+    RaggedBatch,
+)
+from deepinfer.gpu_worker.loader import Checkpoint
+from deepinfer.gpu_worker.model_config import ModelConfig, ModelError, load_model_config
+from deepinfer.gpu_worker.rope import rope_tables
+
+_WARM_UP_TOKENS = 40
+
+
+@dataclass(slots=True)
+class Layer:
+    """Weights of one layer, packed by the backend; ``q_norm`` and ``k_norm`` only for Qwen3."""
+
+    input_norm: Float32
+    qkv: Any
+    q_norm: Float32 | None
+    k_norm: Float32 | None
+    output: Any
+    post_attention_norm: Float32
+    gate_up: Any
+    down: Any
+    window: int
+
+
+class Model:
+    """One loaded model and its KV cache: ``forward`` turns the rows of a step into logits.
+
+    Public attributes: ``architecture``, ``vocab_size``, ``max_model_len`` (tokens, prompt and
+    output), ``eos_token_ids``, ``config`` and ``dtype``.
+    """
+
+    def __init__(self, weights: _Weights, max_model_len: int | None = None) -> None:
+        config = self.config = weights.config
+        self.backend = weights.backend
+        self.dtype = weights.dtype
+        self.architecture = config.architecture
+        self.vocab_size = config.vocab_size
+        self.max_model_len = max_model_len or config.max_model_len
+        self.eos_token_ids = config.eos_token_ids
+        self.embedding = weights.vocabulary_matrix("model.embed_tokens")
+        self.layers = [weights.layer(index) for index in range(config.num_layers)]
+        self.final_norm = weights.vector("model.norm.weight", config.hidden_size)
+        tied = config.tied_embeddings
+        self.head = self.embedding if tied else weights.vocabulary_matrix("lm_head")
+        self.cos, self.sin = rope_tables(config.rope, config.head_dim, self.max_model_len)
+        self.cache: KVCache | None = None
+        self._scratch: dict[str, Float32] = {}
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        backend: Backend,
+        dtype: str = "bfloat16",
+        max_model_len: int | None = None,
+    ) -> Model:
+        """Load a folder with config.json and safetensors weights.
+
+        ``dtype`` ("float32" or "bfloat16") is what weights and KV cache are kept in.
+        ``max_model_len`` lowers the model's own limit. Raises ``ModelError`` naming the file and
+        the field or tensor when the folder cannot be served.
+        """
+        if dtype not in STORAGE:
+            raise ModelError(f"dtype must be one of {', '.join(STORAGE)}, got {dtype!r}")
+        folder = Path(folder)
+        config = load_model_config(folder)
+        if max_model_len is not None and not 1 <= max_model_len <= config.max_model_len:
+            raise ModelError(
+                f"max_model_len must be between 1 and the model's {config.max_model_len}, "
+                f"got {max_model_len}"
+            )
+        checkpoint = Checkpoint(folder)
+        model = cls(_Weights(checkpoint, config, backend, dtype), max_model_len)
+        # Older exporters wrote these; both follow from config.json and the other tensors.
+        checkpoint.ignore(
+            "lm_head.weight",
+            *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)),
+        )
+        checkpoint.check_all_read()
+        return model
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes that a KV block of ``block_size`` tokens takes over all layers."""
+        config = self.config
+        return KVCache.bytes_per_block(
+            config.num_layers, block_size, config.num_kv_heads, config.head_dim, self.dtype
+        )
+
+    def attach_cache(self, num_blocks: int, block_size: int) -> None:
+        """Give the model a fresh KV cache; an earlier one is dropped."""
+        config = self.config
+        self.cache = KVCache(
+            config.num_layers,
+            num_blocks,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            self.dtype,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the attached cache; 0 before ``attach_cache``."""
+        return 0 if self.cache is None else self.cache.num_blocks
+
+    def warm_up(self) -> None:
+        """Run a prefill and a decode step, so that all that compiles has done so.
+
+        Writes to the cache's first blocks, so it comes before the first sequence.
+        """
+        assert self.cache is not None, "attach_cache comes before warm_up"
+        blocks = np.arange(self.cache.num_blocks, dtype=np.int32)[None, :_WARM_UP_TOKENS]
+        longest = min(_WARM_UP_TOKENS, blocks.size * self.cache.block_size, self.max_model_len)
+        for tokens in (longest, 1):
+            positions = np.arange(longest - tokens, longest, dtype=np.int32)
+            self.forward(
+                RaggedBatch(
+                    token_ids=np.zeros(tokens, np.int32),
+                    positions=positions,
+                    q_start=np.array([0, tokens], np.int32),
+                    slots=np.zeros(1, np.int32),
+                    lengths=np.array([longest], np.int32),
+                    block_tables=blocks,
+                    logit_index=np.array([tokens - 1], np.int32),
+                )
+            )
+
+    def forward(self, batch: RaggedBatch) -> Float32:
+        """Run the batch's tokens, write their keys and values, return logits.
+
+        Returns float32 ``[len(batch.logit_index), vocab_size]``. The array is the model's own
+        scratch: the caller may change it, and the next ``forward`` overwrites it.
+        """
+        assert self.cache is not None, "attach_cache comes before forward"
+        hidden = self._buffer("hidden", len(batch.token_ids), self.config.hidden_size)
+        self.backend.embed(batch.token_ids, self.embedding, hidden)
+        last = len(self.layers) - 1
+        for index, (layer, kv) in enumerate(zip(self.layers, self.cache.layers, strict=True)):
+            attended = self._attend(layer, kv, batch, hidden)
+            if index == last:
+                # No later layer reads the other tokens: only those with logits go on.
+                hidden = self._take(batch, hidden, "wanted_hidden")
+                attended = self._take(batch, attended, "wanted_attended")
+            self.backend.linear(attended, layer.output, hidden, add=True)
+            self._feed_forward(layer, hidden)
+        logits = self._buffer("logits", len(hidden), self.vocab_size)
+        self.backend.linear(self._norm(hidden, self.final_norm), self.head, logits)
+        return logits
+
+    def _attend(self, layer: Layer, kv: KVLayer, batch: RaggedBatch, hidden: Float32) -> Float32:
+        """Attention of every token over the cache, ``[T, HQ * D]``, before the output matrix."""
+        config, backend, tokens = self.config, self.backend, len(hidden)
+        heads = config.num_heads + 2 * config.num_kv_heads
+        qkv = self._buffer("qkv", tokens, heads * config.head_dim)
+        backend.linear(self._norm(hidden, layer.input_norm), layer.qkv, qkv)
+        backend.rope_and_cache(
+            qkv, kv, batch, self.cos, self.sin, layer.q_norm, layer.k_norm, config.norm_eps
+        )
+        attended = self._buffer("attended", tokens, config.num_heads * config.head_dim)
+        backend.attention(qkv, kv, batch, config.head_dim**-0.5, layer.window, attended)
+        return attended
+
+    def _feed_forward(self, layer: Layer, hidden: Float32) -> None:
+        """Add ``down(silu(gate(x)) * up(x))`` of the normed ``hidden`` to ``hidden``."""
+        backend, tokens, width = self.backend, len(hidden), self.config.intermediate_size
+        gate_up = self._buffer("gate_up", tokens, 2 * width)
+        backend.linear(self._norm(hidden, layer.post_attention_norm), layer.gate_up, gate_up)
+        activated = self._buffer("activated", tokens, width)
+        backend.silu_mul(gate_up, activated)
+        backend.linear(activated, layer.down, hidden, add=True)
+
+    def _norm(self, hidden: Float32, weight: Float32) -> Float32:
+        normed = self._buffer("normed", len(hidden), self.config.hidden_size)
+        self.backend.rms_norm(hidden, weight, self.config.norm_eps, normed)
+        return normed
+
+    def _take(self, batch: RaggedBatch, rows: Float32, name: str) -> Float32:
+        taken = self._buffer(name, len(batch.logit_index), rows.shape[1])
+        self.backend.take_rows(rows, batch.logit_index, taken)
+        return taken
+
+    def _buffer(self, name: str, rows: int, columns: int) -> Float32:
+        """Uninitialised float32 ``[rows, columns]`` that lasts until the name is asked for again.
+
+        Buffers grow to the largest step seen and are then reused: fresh arrays of this size would
+        come from the system zeroed page by page, at every step.
+        """
+        array = self._scratch.get(name)
+        if array is None or len(array) < rows:
+            array = self._scratch[name] = np.empty((rows, columns), np.float32)
+        return array[:rows]
+
+
+class _Weights:
+    """Picks the tensors of each part of the model out of a checkpoint and packs them."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, backend: Backend, dtype: str
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.backend = backend
+        self.dtype = dtype
+
+    def layer(self, index: int) -> Layer:
+        config, hidden, head_dim = self.config, self.config.hidden_size, self.config.head_dim
+        queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        layer = f"model.layers.{index}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        return Layer(
+            input_norm=self.vector(f"{layer}.input_layernorm.weight", hidden),
+            qkv=self._linear(
+                {
+                    f"{attention}.q_proj": queries,
+                    f"{attention}.k_proj": keys,
+                    f"{attention}.v_proj": keys,
+                },
+                hidden,
+                config.qkv_bias,
+            ),
+            q_norm=self.vector(f"{attention}.q_norm.weight", head_dim) if config.qk_norm else None,
+            k_norm=self.vector(f"{attention}.k_norm.weight", head_dim) if config.qk_norm else None,
+            output=self._linear({f"{attention}.o_proj": hidden}, queries, config.output_bias),
+            post_attention_norm=self.vector(f"{layer}.post_attention_layernorm.weight", hidden),
+            gate_up=self._linear(
+                {
+                    f"{mlp}.gate_proj": config.intermediate_size,
+                    f"{mlp}.up_proj": config.intermediate_size,
+                },
+                hidden,
+                config.mlp_bias,
+            ),
+            down=self._linear(
+                {f"{mlp}.down_proj": hidden}, config.intermediate_size, config.mlp_bias
+            ),
+            window=config.windows[index],
+        )
+
+    def vocabulary_matrix(self, name: str) -> Any:
+        """A [vocab_size, hidden_size] matrix: the embedding table or the output head."""
+        return self._linear({name: self.config.vocab_size}, self.config.hidden_size, False)
+
+    def vector(self, name: str, length: int) -> Float32:
+        """A norm weight or bias; these stay float32 in every run dtype, as activations do.
+
+        Copied, so that no small tensor keeps the whole file mapped.
+        """
+        return np.array(self.checkpoint.weight(name, (length,), "float32"))
+
+    def _linear(self, parts: dict[str, int], columns: int, bias: bool) -> Any:
+        """Pack the named matrices, with the rows given for each, below one another."""
+        biases = [self.vector(f"{name}.bias", rows) for name, rows in parts.items() if bias]
+        return self.backend.pack_linear(
+            [
+                self.checkpoint.weight(f"{name}.weight", (rows, columns), self.dtype)
+                for name, rows in parts.items()
+            ],
+            np.concatenate(biases) if biases else None,
+        )

@@ -1,0 +1,210 @@
+"""The device worker's shell: it loads a model, executes plans in order, and beats."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import zmq
+
+from deepinfer.wire.actor import Actor
+from deepinfer.wire.children import exit_with_parent, read_config
+from deepinfer.wire.codec import BadFrame, Codec
+from deepinfer.wire.config import EngineArgs, WorkerConfig
+from deepinfer.wire.sockets import connect_dealer
+from deepinfer.wire.steps import (
+    StepPlan,
+    ToWorker,
+    WorkerFailed,
+    WorkerHeartbeat,
+    WorkerHello,
+    WorkerReady,
+)
+
+log = logging.getLogger("deepinfer.gpu_worker")
+
+_HEARTBEAT_S = 1.0
+_MAX_CACHE_BYTES = 4 << 30
+_MEMORY_SHARE = 0.25
+
+
+class LoadedModel(NamedTuple):
+    """A model that is ready to run (see ``runner.StepModel``) and what its backend offers."""
+
+    model: Any
+    num_blocks: int
+    argmax: Callable[[Any], Any] | None = None
+    team: Any = None
+    """Threads that sampling may use (see ``kernels.fork_join``)."""
+
+
+LoadModel = Callable[[EngineArgs, dict[str, float]], LoadedModel]
+"""Loads a model and attaches its KV cache; notes the seconds of each phase in the dict."""
+
+
+def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
+    """Load the model folder ``args.model`` for the CPU, with its KV cache, ready to run.
+
+    Raises ``ValueError`` when the folder, the dtype or the sizes cannot be served.
+    """
+    clock = _PhaseClock(phases)
+    from deepinfer.gpu_worker.cpu_backend import CpuBackend
+    from deepinfer.gpu_worker.llama import Model
+
+    dtype = "bfloat16" if args.dtype == "auto" else args.dtype
+    clock.lap("import")
+    backend = CpuBackend(num_threads=args.num_threads)
+    model = Model.load(args.model, backend, dtype, args.max_model_len)
+    clock.lap("load")
+    num_blocks = args.num_kv_blocks or _blocks_in_memory(args, model)
+    model.attach_cache(num_blocks, args.block_size)
+    clock.lap("cache")
+    model.warm_up()
+    clock.lap("compile")
+    return LoadedModel(model, num_blocks, backend.argmax, backend.team)
+
+
+def _blocks_in_memory(args: EngineArgs, model: Any) -> int:
+    block_bytes = model.kv_bytes_per_block(args.block_size)
+    if args.kv_cache_bytes is not None:
+        num_blocks = args.kv_cache_bytes // block_bytes
+        if num_blocks < 1:
+            raise ValueError(
+                f"kv_cache_bytes must be at least {block_bytes}, the size of one block, "
+                f"got {args.kv_cache_bytes}"
+            )
+        return int(num_blocks)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    budget = min(int(free * _MEMORY_SHARE), _MAX_CACHE_BYTES)
+    useful = args.max_num_seqs * -(-model.max_model_len // args.block_size)
+    return int(max(1, min(budget // block_bytes, useful)))
+
+
+class WorkerProcess:
+    """Executes the scheduler's plans with a ``Runner``."""
+
+    def __init__(self, config: WorkerConfig, load_model: LoadModel) -> None:
+        self._config = config
+        self._load_model = load_model
+        self._codec = Codec(ToWorker)
+        self._runner: Any = None
+        self._actor = Actor()
+        self._socket = connect_dealer(self._actor.context, config.endpoint, config.identity)
+        self._actor.add_socket(self._socket, self._receive)
+        self._actor.on_signals((signal.SIGTERM,), lambda _: self._actor.stop())
+        self._step = 0
+        self._busy_since: float | None = None
+
+    def run(self) -> None:
+        """Load, then execute plans until told to stop. The process ends with the scheduler."""
+        self._send(WorkerHello(os.getpid()))
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        try:
+            ready = self._load()
+        except (ValueError, OSError, MemoryError, ImportError, RuntimeError) as error:
+            self._fail(error)
+            return
+        self._send(ready)
+        self._actor.run()
+        self._actor.close()
+
+    def _load(self) -> WorkerReady:
+        from deepinfer.gpu_worker.runner import Runner
+
+        args = self._config.args
+        phases: dict[str, float] = {}
+        model, num_blocks, argmax, team = self._load_model(args, phases)
+        self._runner = Runner(
+            model,
+            max_num_seqs=min(args.max_num_seqs, args.max_num_batched_tokens),
+            max_model_len=model.max_model_len,
+            num_blocks=num_blocks,
+            block_size=args.block_size,
+            eos_token_ids=model.eos_token_ids,
+            argmax=argmax,
+            team=team,
+        )
+        self._runner.warm_up()
+        return WorkerReady(
+            vocab_size=model.vocab_size,
+            eos_token_ids=list(model.eos_token_ids),
+            max_model_len=model.max_model_len,
+            num_blocks=num_blocks,
+            dtype=model.dtype,
+            device="cpu",
+            architecture=model.architecture,
+            phases=phases,
+        )
+
+    def _receive(self, frames: list[bytes]) -> None:
+        try:
+            message = self._codec.decode(frames[-1])
+        except BadFrame as error:
+            # Plans build on each other: after a lost one nothing that follows can be right.
+            self._fail(error)
+            return
+        if not isinstance(message, StepPlan):
+            self._actor.stop()
+            return
+        self._step = message.step
+        self._busy_since = time.monotonic()
+        try:
+            result = self._runner.execute(message)
+        except Exception as error:
+            log.exception("step %d failed", message.step)
+            self._fail(error)
+            return
+        self._busy_since = None
+        self._send(result)
+
+    def _fail(self, error: Exception) -> None:
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        self._send(WorkerFailed(text[:2000]))
+        self._actor.stop()
+        self._actor.close()
+
+    def _send(self, message: Any) -> None:
+        self._socket.send(self._codec.encode(message))
+
+    def _beat(self) -> None:
+        """Beat from a thread and a socket of its own, so that a long step is no silence."""
+        socket = connect_dealer(
+            self._actor.context, self._config.endpoint, self._config.identity + b"-beat"
+        )
+        codec = Codec(ToWorker)
+        while True:
+            since = self._busy_since
+            busy_s = 0.0 if since is None else time.monotonic() - since
+            try:
+                socket.send(codec.encode(WorkerHeartbeat(self._step, busy_s)), zmq.NOBLOCK)
+            except zmq.Again:
+                pass  # the scheduler does not read; its own watchers deal with that
+            except zmq.ZMQError:
+                socket.close()
+                return  # the context is closing
+            time.sleep(_HEARTBEAT_S)
+
+
+class _PhaseClock:
+    def __init__(self, phases: dict[str, float]) -> None:
+        self._phases = phases
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        """Note the seconds since the last lap under this name."""
+        now = time.monotonic()
+        self._phases[phase] = now - self._last
+        self._last = now
+
+
+def main(load_model: LoadModel = load_cpu_model) -> None:
+    """Run the worker that the scheduler configured through the lifeline."""
+    config = read_config(WorkerConfig)
+    exit_with_parent()
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level="WARNING")
+    WorkerProcess(config, load_model).run()

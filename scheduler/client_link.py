@@ -1,0 +1,160 @@
+"""The scheduler's side of its clients: who is there, who is silent, who does not read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from deepinfer.wire.actor import Actor
+from deepinfer.wire.codec import BadFrame, Codec
+from deepinfer.wire.messages import AddRequest, FromClient, Goodbye, Hello, Refused
+from deepinfer.wire.sockets import PeerFull, PeerGone, bind_router, send_to
+
+MAX_CLIENTS = 4096
+MAX_BACKLOG_BYTES = 16 << 20
+"""What may wait for one client that does not read, beside ZeroMQ's own thousand messages."""
+
+
+@dataclass(slots=True)
+class _Client:
+    heard: float
+    greeted: bool = False
+    backlog: deque[bytes] = field(default_factory=deque)
+    backlog_bytes: int = 0
+
+
+class ClientLink:
+    """The ROUTER that clients connect to.
+
+    ``on_message`` gets each valid message; ``on_gone`` is called once when a client left, is silent
+    past its limit, or let its backlog grow past the bound, with the rule that ends its requests.
+    Junk never reaches anyone: it is counted, and answered only where it was meant as a request.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        endpoint: str,
+        *,
+        owner: bytes,
+        silence_limit_s: float,
+        on_message: Callable[[bytes, FromClient], None],
+        on_gone: Callable[[bytes, str], None],
+    ) -> None:
+        self.junk_frames = 0
+        self._owner = owner
+        self._silence_limit_s = silence_limit_s
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._codec = Codec(FromClient)
+        self._clients: dict[bytes, _Client] = {}
+        self._stalled: set[bytes] = set()
+        self._now = 0.0
+        self._socket = bind_router(actor.context, endpoint)
+        actor.add_socket(self._socket, self._receive)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def greeted(self) -> Iterator[bytes]:
+        """The clients that said hello."""
+        return iter([name for name, client in self._clients.items() if client.greeted])
+
+    def send(self, identity: bytes, message: msgspec.Struct) -> None:
+        """Queue a message for a client; never blocks. Unknown clients are ignored."""
+        client = self._clients.get(identity)
+        if client is None:
+            return
+        frame = self._codec.encode(message)
+        if client.backlog:
+            self._hold(identity, client, frame)
+            return
+        try:
+            send_to(self._socket, identity, frame)
+        except PeerFull:
+            self._hold(identity, client, frame)
+        except PeerGone:
+            self._drop(identity, "disconnect")
+
+    def watch(self, now: float) -> None:
+        """Note the time, and drop the clients that were silent for too long."""
+        self._now = now
+        for identity, client in list(self._clients.items()):
+            if identity != self._owner and now - client.heard > self._silence_limit_s:
+                self._drop(identity, "disconnect")
+
+    @property
+    def stalled(self) -> bool:
+        """Whether some client has a backlog; call ``push`` again soon then."""
+        return bool(self._stalled)
+
+    def push(self) -> None:
+        """Send what waits for clients that read again."""
+        for identity in list(self._stalled):
+            client = self._clients[identity]
+            try:
+                while client.backlog:
+                    send_to(self._socket, identity, client.backlog[0])
+                    client.backlog_bytes -= len(client.backlog.popleft())
+                self._stalled.discard(identity)
+            except PeerFull:
+                continue
+            except PeerGone:
+                self._drop(identity, "disconnect")
+
+    def _hold(self, identity: bytes, client: _Client, frame: bytes) -> None:
+        client.backlog.append(frame)
+        client.backlog_bytes += len(frame)
+        self._stalled.add(identity)
+        if client.backlog_bytes > MAX_BACKLOG_BYTES:
+            self._drop(identity, "slow_reader")
+
+    def _drop(self, identity: bytes, rule: str) -> None:
+        self._stalled.discard(identity)
+        if self._clients.pop(identity, None) is not None:
+            self._on_gone(identity, rule)
+
+    def _receive(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            self.junk_frames += 1
+            return
+        identity, frame = frames
+        try:
+            message = self._codec.decode(frame)
+        except BadFrame as error:
+            self.junk_frames += 1
+            self._answer_bad_request(identity, frame, str(error))
+            return
+        client = self._clients.get(identity)
+        if client is None:
+            if len(self._clients) >= MAX_CLIENTS:
+                self.junk_frames += 1
+                return
+            client = self._clients[identity] = _Client(self._now)
+        client.heard = self._now
+        client.greeted |= isinstance(message, Hello)
+        if isinstance(message, Goodbye):
+            self._drop(identity, "disconnect")
+        else:
+            self._on_message(identity, message)
+
+    def _answer_bad_request(self, identity: bytes, frame: bytes, error: str) -> None:
+        """A frame that was meant as a request is refused by name, not only counted."""
+        if identity not in self._clients or len(frame) > MAX_BACKLOG_BYTES:
+            return
+        try:
+            parts = msgspec.msgpack.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+            return
+        if (
+            isinstance(parts, list)
+            and len(parts) > 1
+            and parts[0] == AddRequest.__name__
+            and isinstance(parts[1], int)
+            and 0 <= parts[1] < 1 << 32
+        ):
+            field_name, text = error.split(" ", 1)[0], error.split(" - at `$", 1)[0]
+            self.send(identity, Refused(parts[1], "invalid", field_name, text))

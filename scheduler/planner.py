@@ -1,0 +1,228 @@
+"""Makes the next step: who leaves, who grows, who is preempted, who comes in, who gets how much."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepinfer.scheduler.lifecycle import InFlight, Lifecycle
+from deepinfer.scheduler.queues import MAX_PREFILLING, split_budget
+from deepinfer.scheduler.sequence import Sequence
+from deepinfer.scheduler.victims import memory_victim, priority_victims
+from deepinfer.wire.columns import Int32, pack_int32
+from deepinfer.wire.steps import RowAdmit, StepPlan
+
+
+class Planner:
+    """Plans steps. With ``depth`` 2 a step is planned while the one before it runs.
+
+    Then the tokens in flight are not known here, so lengths are bounds: ``computed`` from above
+    (blocks are there for the worst case) and ``sure`` from below. A row that reaches its longest
+    length with what is in flight for certain is drained instead of planned once more; a row that
+    stops by a token it gets is computed once for nothing, and that result is void by its epoch.
+    """
+
+    def __init__(self, life: Lifecycle, depth: int) -> None:
+        self._life = life
+        self._depth = depth
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Return the next step, or ``None`` when the pipeline is full or nothing can be computed.
+
+        A step in which a sequence was preempted admits nobody, unless it would compute nothing:
+        whoever comes in must not take at once what a preemption was needed to find.
+        """
+        life = self._life
+        if not life.ready or len(life.in_flight) >= self._depth:
+            return None
+        self._drain()
+        # Before anybody grows: who is preempted must not be given a block in the same plan.
+        preempted = life.queue.by_priority and self._make_room(now)
+        grown, short = self._grow(now)
+        nobody_left = not life.prefilling and not life.table.decode.any()
+        if nobody_left or not (preempted or short):
+            self._fill_slots(now)
+        return self._compose(grown, now)
+
+    # ---- rows that run --------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        table = self._life.table
+        certain = table.sure >= table.max_length
+        certain &= table.decode
+        for slot in np.flatnonzero(certain).tolist():
+            self._life.drain(table.at(slot))
+
+    def _grow(self, now: float) -> tuple[bytes, bool]:
+        """Give every decode row the blocks its worst case needs; preempt while there are none.
+
+        Returns (slot, block) pairs to append to the block tables, and whether it preempted.
+        """
+        life, table = self._life, self._life.table
+        preempted = False
+        while True:
+            slots = self._short_of_blocks()
+            if not len(slots):
+                return b"", preempted
+            # The last token of a sequence is never computed: positions end at max_length - 2.
+            # (With drafts a row may be past that before its results were read; what it computes
+            # then is void, and the worker needs no block for it.)
+            reach = np.minimum(table.computed + life.tokens_per_row, table.max_length - 1)
+            missing = -((table.room - reach)[slots] // life.args.block_size)
+            slots = np.repeat(slots, missing)
+            if len(slots) <= life.pool.available:
+                break
+            preempted |= self._free_some(now)
+        blocks = life.pool.allocate(len(slots))
+        if len(missing) == len(slots):
+            table.add_block_each(slots, blocks)
+        else:
+            for slot, block in zip(slots.tolist(), blocks, strict=True):
+                table.add_blocks(slot, [block])
+        return pack_int32(np.stack([slots, np.array(blocks, dtype=np.int32)], axis=1)), preempted
+
+    def _short_of_blocks(self) -> Int32:
+        table = self._life.table
+        short = table.computed + self._life.tokens_per_row > table.room
+        short &= table.decode
+        return np.flatnonzero(short).astype(np.int32)
+
+    def _free_some(self, now: float) -> bool:
+        """Get blocks back from one sequence; return whether that was a preemption."""
+        life = self._life
+        for sequence in reversed(life.prefilling):
+            if not life.table.known[sequence.slot]:
+                life.give_back(sequence, now)
+                return False
+        victim = memory_victim(life.table, life.queue)
+        life.preempt(
+            victim,
+            now,
+            by="kv_cache",
+            why="a running row needs a block and none is free",
+            recompute=not life.args.stop_preempted_request,
+        )
+        return True
+
+    # ---- rows that come in ----------------------------------------------------------------------
+
+    def _fill_slots(self, now: float) -> None:
+        """Take sequences from the front of the queue while they fit; nobody passes the first."""
+        life, table = self._life, self._life.table
+        if not life.queue:
+            return
+        budget = self._prefill_budget()
+        while (head := life.queue.head()) is not None and table.free_slots:
+            if self._steps_are_full(head, budget):
+                break
+            cached = life.cached_blocks(head)
+            if life.missing_blocks(head, cached) > life.pool.available:
+                break
+            life.take_slot(head, cached, now)
+
+    def _steps_are_full(self, head: Sequence, budget: int) -> bool:
+        life = self._life
+        before = [seq for seq in life.prefilling if seq.queue_key < head.queue_key]
+        return len(before) >= MAX_PREFILLING and sum(map(self._remaining, before)) >= budget
+
+    def _make_room(self, now: float) -> bool:
+        """Preempt lower classes for a higher one at the front that finds no slot or no blocks.
+
+        The request so favoured is admitted in the next step, so it starts at most two plans after
+        it came to the front. Priority preemption always recomputes.
+        """
+        life = self._life
+        head = life.queue.head()
+        if head is None:
+            return False
+        missing = life.missing_blocks(head, life.cached_blocks(head))
+        victims = priority_victims(life.table, life.queue, life.pool, head, missing)
+        for victim in victims:
+            # Its place is behind the one it makes way for, but before all its own peers.
+            victim.queue_key = max(
+                victim.queue_key, (head.queue_key[0], victim.priority, victim.arrival_number)
+            )
+            life.preempt(
+                victim,
+                now,
+                by=head.request_id,
+                why=f"priority {head.priority} goes before {victim.priority}",
+                recompute=True,
+            )
+        return bool(victims)
+
+    # ---- the step -------------------------------------------------------------------------------
+
+    def _compose(self, grown: bytes, now: float) -> StepPlan | None:
+        life, table = self._life, self._life.table
+        decode = np.flatnonzero(table.decode).astype(np.int32)
+        admitted, chunks, finishing = self._chunks(now)
+        if not len(decode) and not chunks:
+            assert not grown
+            return None
+        np.add(table.computed, life.tokens_per_row, out=table.computed, where=table.decode)
+        np.add(table.sure, 1, out=table.sure, where=table.decode)
+        for sequence in finishing:
+            life.start_decoding(sequence)
+        slots = decode
+        if finishing:
+            last = np.array([sequence.slot for sequence in finishing], dtype=np.int32)
+            slots = np.concatenate([decode, last])
+        life.counters.steps_planned += 1
+        step = life.counters.steps_planned
+        life.in_flight[step] = InFlight(
+            chunks={slot: int(table.epoch[slot]) for slot, _ in chunks},
+            slots=slots,
+            epochs=table.epoch[slots],
+            num_decode=len(decode),
+        )
+        released, life.released = life.released, []
+        return StepPlan(
+            step=step,
+            released=pack_int32(released) if released else b"",
+            admitted=admitted,
+            grown=grown,
+            chunks=pack_int32(number for pair in chunks for number in pair) if chunks else b"",
+        )
+
+    def _chunks(self, now: float) -> tuple[list[RowAdmit], list[tuple[int, int]], list[Sequence]]:
+        """Split the budget between unfinished prompts.
+
+        Returns the rows the worker has to hear of, (slot, q) pairs, and the sequences whose last
+        chunk is among them.
+        """
+        life, table = self._life, self._life.table
+        admitted: list[RowAdmit] = []
+        chunks: list[tuple[int, int]] = []
+        finishing: list[Sequence] = []
+        if not life.prefilling:
+            return admitted, chunks, finishing
+        rows = list(life.prefilling)
+        grants = split_budget(self._prefill_budget(), [self._remaining(row) for row in rows])
+        for sequence, grant in zip(rows, grants, strict=True):
+            if not grant:
+                continue
+            slot = sequence.slot
+            if not table.known[slot]:
+                life.rematch(sequence)
+                admitted.append(life.introduce(sequence, now))
+            remaining = self._remaining(sequence)
+            q = min(grant, remaining)
+            chunks.append((slot, q))
+            table.computed[slot] += q
+            life.counters.computed_tokens += q
+            sequence.story.tell(now, "chunk", tokens=q, left=remaining - q)
+            if q == remaining:
+                finishing.append(sequence)
+        # Only now: a prompt in this very step must not rely on what the step is still to compute.
+        for slot, _ in chunks:
+            life.register(table.at(slot), int(table.computed[slot]))
+        return admitted, chunks, finishing
+
+    def _prefill_budget(self) -> int:
+        life = self._life
+        num_decode = int(np.count_nonzero(life.table.decode))
+        return life.args.max_num_batched_tokens - num_decode * life.tokens_per_row
+
+    def _remaining(self, sequence: Sequence) -> int:
+        table, slot = self._life.table, sequence.slot
+        return int(table.length[slot] - table.computed[slot])

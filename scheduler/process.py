@@ -1,0 +1,227 @@
+"""The scheduler's shell: sockets, timers, the worker and signals around the pure core."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from pathlib import Path
+
+from deepinfer.scheduler.client_link import ClientLink
+from deepinfer.scheduler.core import Core
+from deepinfer.scheduler.results import BrokenResult
+from deepinfer.scheduler.worker_link import WorkerLink, WorkerState
+from deepinfer.wire.actor import Actor
+from deepinfer.wire.children import exit_with_parent, read_config, remove_directory
+from deepinfer.wire.config import SchedulerConfig
+from deepinfer.wire.messages import (
+    Answer,
+    Call,
+    ClientHeartbeat,
+    EngineDown,
+    EngineInfo,
+    FromClient,
+    Hello,
+    SchedulerHeartbeat,
+    Welcome,
+)
+from deepinfer.wire.steps import StepResult, WorkerReady
+
+log = logging.getLogger("deepinfer.scheduler")
+
+_PUSH_INTERVAL_S = 0.005
+
+
+class SchedulerProcess:
+    """Feeds the core with what arrives and sends what it decides."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._core = Core(config.args)
+        self._info: EngineInfo | None = None
+        self._down = ""
+        self._down_told = False
+        self._started = self._last_step = time.monotonic()
+        self._steps = 0
+        self._actor = Actor(after_turn=self._turn)
+        self._clients = ClientLink(
+            self._actor,
+            config.endpoint,
+            owner=config.owner,
+            silence_limit_s=config.args.heartbeat_timeout_s,
+            on_message=self._on_message,
+            on_gone=lambda client, rule: self._core.client_gone(client, rule, time.monotonic()),
+        )
+        self._worker = WorkerLink(
+            self._actor,
+            config.args,
+            config.directory,
+            on_ready=self._on_ready,
+            on_result=self._on_result,
+            on_gone=self._on_worker_gone,
+            on_down=self._on_worker_down,
+        )
+        self._actor.every(0.1, self._watch)
+        self._actor.every(1.0, self._beat)
+        self._actor.on_signals((signal.SIGTERM,), self._on_sigterm)
+
+    def run(self) -> None:
+        """Run until SIGTERM or until the parent is gone."""
+        self._actor.run(timeout_s=self._longest_wait)
+        self._worker.stop()
+        self._actor.close()
+
+    # ---- the turn -------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        self._core.tick(now)
+        # The worker first: it computes while the outputs are encoded.
+        while self._worker.state is WorkerState.READY and (plan := self._core.plan(now)):
+            self._worker.send(plan)
+        for client, message in self._core.outbox():
+            self._clients.send(client, message)
+        if self._down and not self._down_told:
+            # After the outbox: a request's own end comes before the news that ends everything.
+            self._down_told = True
+            for client in self._clients.greeted():
+                self._clients.send(client, EngineDown(self._down))
+        if self._clients.stalled:
+            self._clients.push()
+
+    def _longest_wait(self) -> float | None:
+        waits = [_PUSH_INTERVAL_S] if self._clients.stalled else []
+        deadline = self._core.next_deadline()
+        if deadline is not None:
+            waits.append(deadline - time.monotonic())
+        return min(waits) if waits else None
+
+    def _watch(self) -> None:
+        self._clients.watch(time.monotonic())
+        self._worker.watch()
+
+    def _beat(self) -> None:
+        for client in self._clients.greeted():
+            self._clients.send(client, SchedulerHeartbeat(self._steps))
+
+    def _on_sigterm(self, _: int) -> None:
+        self._core.shutdown(time.monotonic())
+        self._actor.stop()
+
+    # ---- clients --------------------------------------------------------------------------------
+
+    def _on_message(self, client: bytes, message: FromClient) -> None:
+        match message:
+            case Hello():
+                self._greet(client)
+            case ClientHeartbeat():
+                pass
+            case Call():
+                self._clients.send(client, self._answer(message))
+            case _:
+                self._core.handle(client, message, time.monotonic())
+
+    def _greet(self, client: bytes) -> None:
+        if self._down:
+            self._clients.send(client, EngineDown(self._down))
+        elif self._info is not None:
+            self._clients.send(client, Welcome(self._info))
+
+    def _answer(self, call: Call) -> Answer:
+        match call.what:
+            case "stats":
+                return Answer(call.call_id, numbers=self._stats())
+            case "health":
+                return self._health(call.call_id)
+            case "story":
+                story = self._core.story(call.request_id)
+                if story is None:
+                    return Answer(call.call_id, error=f"no story of request {call.request_id!r}")
+                return Answer(call.call_id, story=story)
+            case what:
+                return Answer(call.call_id, error=f"unknown call {what[:80]!r}")
+
+    def _stats(self) -> dict[str, float]:
+        now = time.monotonic()
+        return self._core.stats() | {
+            "clients": len(self._clients),
+            "junk_frames": self._clients.junk_frames + self._worker.junk_frames,
+            "worker_restarts": self._worker.restarts,
+            "last_step_age_s": now - self._last_step,
+            "uptime_s": now - self._started,
+        }
+
+    def _health(self, call_id: int) -> Answer:
+        """Health is progress: with work at hand, a step must have ended not long ago."""
+        age = time.monotonic() - self._last_step
+        stats = self._core.stats()
+        waits = stats["running"] + stats["waiting"] > 0
+        stuck = waits and age > self._config.args.heartbeat_timeout_s
+        cause = self._down or (f"no step ended for {age:.1f} s" if stuck else "")
+        ok = self._worker.state is WorkerState.READY and not cause
+        return Answer(
+            call_id,
+            numbers={
+                "ok": float(ok),
+                "steps": self._steps,
+                "last_step_age_s": age,
+                "worker_pid": self._worker.pid,
+            },
+            texts={"worker": self._worker.state.value, "cause": cause},
+        )
+
+    # ---- the worker -----------------------------------------------------------------------------
+
+    def _on_ready(self, ready: WorkerReady) -> None:
+        now = time.monotonic()
+        self._core.worker_ready(ready, now)
+        self._last_step = now
+        args = self._config.args
+        log.info("worker ready: %s", " ".join(f"{k} {v:.2f}s" for k, v in ready.phases.items()))
+        first = self._info is None
+        self._info = EngineInfo(
+            model=args.model,
+            tokenizer=args.tokenizer or args.model,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=ready.eos_token_ids,
+            max_model_len=self._core.limit,
+            block_size=args.block_size,
+            num_blocks=ready.num_blocks,
+            max_num_seqs=min(args.max_num_seqs, args.max_num_batched_tokens),
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            dtype=ready.dtype,
+            device=ready.device,
+            architecture=ready.architecture,
+        )
+        if first:
+            for client in self._clients.greeted():
+                self._clients.send(client, Welcome(self._info))
+
+    def _on_result(self, result: StepResult) -> None:
+        self._last_step = time.monotonic()
+        self._steps += 1
+        try:
+            self._core.step_result(result, self._last_step)
+        except BrokenResult as error:
+            self._worker.replace(f"sent a broken result: {error}")
+
+    def _on_worker_gone(self, cause: str) -> None:
+        log.warning("%s; starting another", cause)
+        self._core.worker_gone(time.monotonic(), cause)
+
+    def _on_worker_down(self, cause: str) -> None:
+        log.error("the engine is down: %s", cause)
+        self._down = cause
+        self._core.engine_down(time.monotonic(), cause)
+
+
+def main() -> None:
+    """Run the scheduler that the parent process configured through the lifeline."""
+    config = read_config(SchedulerConfig)
+    directory = Path(config.directory)
+    exit_with_parent(on_parent_gone=lambda: remove_directory(directory))
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level="WARNING")
+    try:
+        SchedulerProcess(config).run()
+    finally:
+        remove_directory(directory)

@@ -1,0 +1,101 @@
+"""The waiting queue and its order, and how a step's token budget is split between prompts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from deepinfer.scheduler.sequence import Sequence
+
+AGEING_S = 10.0
+"""Under the priority policy, ten seconds of waiting count as much as one priority level."""
+
+MAX_PREFILLING = 8
+"""Prompts that may be part-way at once while they fill the steps.
+
+Each holds its blocks, so more would only keep memory from rows that run; fewer would let several
+long prompts at the front keep a short one behind them from the share that ``split_budget`` gives.
+"""
+
+SHORT_SHARE = 4
+"""The prompt that is nearest to its end gets at least one part in so many of the prefill budget."""
+
+
+class WaitingQueue:
+    """Sequences without a slot, in the order they are admitted.
+
+    *fcfs*: by arrival. *priority*: a lower number goes first, equals by arrival; each ``AGEING_S``
+    seconds of waiting count as one level, so a request of priority p is overtaken only by requests
+    of priority q < p that arrive at most ``(p - q) * AGEING_S`` seconds after it. Because all
+    waiting requests age alike, their order never changes and one static key holds it.
+
+    A preempted sequence keeps its key, so it stands before its peers that never started: those
+    arrived later.
+    """
+
+    def __init__(self, by_priority: bool) -> None:
+        self.by_priority = by_priority
+        self._entries: list[tuple[tuple[float, int, int], Sequence]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for _, sequence in self._entries)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        at = bisect_left(self._entries, (sequence.queue_key,))
+        return at < len(self._entries) and self._entries[at][1] is sequence
+
+    def head(self) -> Sequence | None:
+        """Return the sequence that is admitted next."""
+        return self._entries[0][1] if self._entries else None
+
+    def first_key(self, sequence: Sequence) -> tuple[float, int, int]:
+        """Return the place of a sequence that just arrived; unique by its last part."""
+        if not self.by_priority:
+            return (0.0, 0, sequence.arrival_number)
+        aged = sequence.priority * AGEING_S + sequence.arrival
+        return (aged, sequence.priority, sequence.arrival_number)
+
+    def class_of(self, sequence: Sequence) -> int:
+        """Return a running sequence's priority, improved by the time it has spent in the queue.
+
+        All are equal under fcfs.
+        """
+        if not self.by_priority:
+            return 0
+        return sequence.priority - int(sequence.waited_s / AGEING_S)
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Put the sequence at the place of its key."""
+        sequence.queued_at = now
+        # Keys are unique, so a comparison never reaches the sequence.
+        insort(self._entries, (sequence.queue_key, sequence))
+
+    def remove(self, sequence: Sequence, now: float) -> None:
+        """Take out a sequence that is admitted or has ended, and count how long it waited."""
+        at = bisect_left(self._entries, (sequence.queue_key,))
+        assert self._entries[at][1] is sequence, f"{sequence.request_id!r} is not in the queue"
+        del self._entries[at]
+        sequence.waited_s += now - sequence.queued_at
+
+
+def split_budget(budget: int, remaining: list[int]) -> list[int]:
+    """Split ``budget`` tokens between prompts with ``remaining`` tokens each, the oldest first.
+
+    The oldest prompts take what they need, but the one with the least left to compute (the first
+    of equals) has a quarter of the budget for sure. So a short newcomer starts at once beside a
+    prompt of any length, and the long one keeps three quarters of its pace.
+    """
+    grants = [0] * len(remaining)
+    if not remaining:
+        return grants
+    shortest = remaining.index(min(remaining))
+    grants[shortest] = min(remaining[shortest], budget // SHORT_SHARE)
+    left = budget - grants[shortest]
+    for row, wanted in enumerate(remaining):
+        more = min(wanted - grants[row], left)
+        grants[row] += more
+        left -= more
+    return grants

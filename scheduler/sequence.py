@@ -1,0 +1,169 @@
+"""``Sequence``: one accepted request, and the only place where its status moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from deepinfer.scheduler.story import Story
+from deepinfer.wire.params import SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence is in its life; the value is the finish reason a user sees."""
+
+    WAITING = ("WAITING", "")
+    RUNNING = ("RUNNING", "")
+    FINISHED_STOPPED = ("FINISHED_STOPPED", "stop")
+    FINISHED_LENGTH_CAPPED = ("FINISHED_LENGTH_CAPPED", "length")
+    FINISHED_ABORTED = ("FINISHED_ABORTED", "abort")
+    FINISHED_PREEMPTED = ("FINISHED_PREEMPTED", "insufficient_system_resource")
+    FINISHED_IGNORED = ("FINISHED_IGNORED", "prompt_length_exceeded")
+    FINISHED_VE_FAILED = ("FINISHED_VE_FAILED", "image_failed")
+    FINISHED_SO_FAILED = ("FINISHED_SO_FAILED", "structured_output_failed")
+
+    @property
+    def reason(self) -> str:
+        """``finish_reason``: empty while the sequence lives."""
+        return self.value[1]
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the last status of a sequence."""
+        return bool(self.value[1])
+
+
+# Every legal move. WAITING covers the queue and an unfinished prompt in a slot; a sequence is
+# RUNNING from the plan that holds the last chunk of its prompt on. WAITING may end as STOPPED or
+# LENGTH_CAPPED: a re-submitted request can turn out complete, and a frontend may find a stop string
+# in the tokens of a sequence that was preempted meanwhile.
+TRANSITIONS: Mapping[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset(
+        {
+            Status.RUNNING,
+            Status.FINISHED_STOPPED,
+            Status.FINISHED_LENGTH_CAPPED,
+            Status.FINISHED_ABORTED,
+            Status.FINISHED_PREEMPTED,
+            Status.FINISHED_IGNORED,
+            Status.FINISHED_VE_FAILED,
+            Status.FINISHED_SO_FAILED,
+        }
+    ),
+    Status.RUNNING: frozenset(
+        {
+            Status.WAITING,
+            Status.FINISHED_STOPPED,
+            Status.FINISHED_LENGTH_CAPPED,
+            Status.FINISHED_ABORTED,
+            Status.FINISHED_PREEMPTED,
+        }
+    ),
+} | {status: frozenset() for status in Status if status.finished}
+
+
+class InvalidTransition(AssertionError):
+    """A status was asked to move against the table; the text holds the sequence's story."""
+
+
+class Sequence:
+    """One accepted request.
+
+    While the sequence holds a slot its tokens stand in the batch table (``table.tokens[slot]``);
+    ``tokens`` is then only what it entered the slot with. Out of a slot ``tokens`` is everything:
+    int32 little-endian bytes, prompt first.
+    """
+
+    __slots__ = (
+        "arrival",
+        "arrival_number",
+        "cached_tokens",
+        "client",
+        "client_index",
+        "computed_before",
+        "deadline",
+        "digests",
+        "first_scheduled",
+        "key",
+        "num_preemptions",
+        "num_prompt",
+        "num_registered",
+        "num_restarts",
+        "params",
+        "priority",
+        "prompt_logprobs_next",
+        "queue_key",
+        "queued_at",
+        "recomputed_tokens",
+        "request_id",
+        "salt",
+        "slot",
+        "status",
+        "stop_ids",
+        "story",
+        "tokens",
+        "waited_s",
+    )
+
+    def __init__(
+        self,
+        *,
+        client: bytes,
+        client_index: int,
+        key: int,
+        request_id: str,
+        prompt: bytes,
+        output: bytes,
+        params: SamplingParams,
+        priority: int,
+        salt: str,
+        arrival: float,
+        arrival_number: int,
+        deadline: float | None,
+    ) -> None:
+        self.client = client
+        self.client_index = client_index
+        self.key = key
+        self.request_id = request_id
+        self.params = params
+        self.stop_ids = frozenset(params.stop_token_ids or ())
+        self.priority = priority
+        self.salt = salt
+        self.arrival = arrival
+        self.arrival_number = arrival_number
+        self.deadline = deadline
+        self.num_prompt = len(prompt) // 4
+        self.tokens = prompt + output
+        self.status = Status.WAITING
+        self.slot = -1
+        self.story = Story(arrival)
+
+        # Waiting: when it entered the queue, how long it has waited in all, where it stands.
+        self.queued_at = arrival
+        self.waited_s = 0.0
+        self.queue_key: tuple[float, int, int] = (0.0, 0, arrival_number)
+        self.first_scheduled: float | None = None
+
+        # Prefix cache: digests of the full blocks known so far, and how many of the sequence's
+        # own blocks are findable by them.
+        self.digests: list[bytes] = []
+        self.num_registered = 0
+        # Prompt positions below this have had their log probabilities sent.
+        self.prompt_logprobs_next = 1
+
+        self.cached_tokens = 0
+        self.num_preemptions = 0
+        self.num_restarts = 0
+        self.recomputed_tokens = 0
+        # Positions that were computed when the sequence last lost its blocks: what of them the
+        # prefix cache does not give back has to be recomputed.
+        self.computed_before = 0
+
+    def move(self, status: Status) -> None:
+        """Change the status; raise ``InvalidTransition`` when the table does not allow it."""
+        if status not in TRANSITIONS[self.status]:
+            raise InvalidTransition(
+                f"request {self.request_id!r}: {self.status.name} -> {status.name} is no legal "
+                f"move; its story: {self.story.text()}"
+            )
+        self.status = status

@@ -1,0 +1,170 @@
+"""The scheduler's side of one device worker: start it, watch it, bury it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+
+from deepinfer.wire.actor import Actor
+from deepinfer.wire.children import Child
+from deepinfer.wire.codec import BadFrame, Codec
+from deepinfer.wire.config import EngineArgs, WorkerConfig
+from deepinfer.wire.sockets import PeerFull, PeerGone, bind_router, send_to
+from deepinfer.wire.steps import (
+    FromWorker,
+    StepPlan,
+    StepResult,
+    WorkerFailed,
+    WorkerHeartbeat,
+    WorkerHello,
+    WorkerReady,
+)
+
+DEATHS_ALLOWED = 3
+DEATH_WINDOW_S = 60.0
+STEP_LIMIT_S = 300.0
+"""A step that computes for longer is taken as hung, though the process still answers."""
+
+
+class WorkerState(Enum):
+    """Where a worker is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DOWN = "down"
+
+
+class WorkerLink:
+    """One worker process and its socket.
+
+    The callbacks are called from the actor's loop: ``on_ready``, ``on_result``, ``on_gone`` (it
+    died and another is starting) and ``on_down`` (it failed for good), the last two with a cause.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        args: EngineArgs,
+        directory: str,
+        *,
+        on_ready: Callable[[WorkerReady], None],
+        on_result: Callable[[StepResult], None],
+        on_gone: Callable[[str], None],
+        on_down: Callable[[str], None],
+    ) -> None:
+        self.state = WorkerState.STARTING
+        self.restarts = 0
+        self.junk_frames = 0
+        self._args = args
+        self._endpoint = f"ipc://{directory}/worker"
+        self._codec = Codec(FromWorker)
+        self._on_ready = on_ready
+        self._on_result = on_result
+        self._on_gone = on_gone
+        self._on_down = on_down
+        self._deaths: deque[float] = deque(maxlen=DEATHS_ALLOWED)
+        self._socket = bind_router(actor.context, self._endpoint)
+        actor.add_socket(self._socket, self._receive)
+        self._generation = 0
+        self._busy_s = 0.0
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker that runs now."""
+        return self._child.pid
+
+    def send(self, plan: StepPlan) -> None:
+        """Send a plan. A worker that cannot take it is found dead by the next ``watch``."""
+        try:
+            send_to(self._socket, self._identity, self._codec.encode(plan))
+        except (PeerGone, PeerFull):
+            self._bury("does not take its plans")
+
+    def watch(self) -> None:
+        """Find out whether the worker died, went silent or hangs. Called about every 100 ms."""
+        if self.state is WorkerState.DOWN:
+            return
+        if self._child.poll() is not None:
+            self._bury(self._child.describe_exit())
+        elif time.monotonic() - self._heard > self._silence_limit():
+            self._bury(f"was silent for {time.monotonic() - self._heard:.1f} s")
+        elif self._busy_s > STEP_LIMIT_S:
+            self._bury(f"computes one step for {self._busy_s:.0f} s")
+        elif (
+            self.state is WorkerState.STARTING
+            and time.monotonic() - self._started > self._args.start_timeout_s
+        ):
+            self._fail(f"the worker was not ready after {self._args.start_timeout_s:g} s")
+
+    def replace(self, cause: str) -> None:
+        """Take a worker that cannot be trusted as dead."""
+        self._bury(cause)
+
+    def stop(self) -> None:
+        """End the worker."""
+        self._child.stop(grace_s=1.0)
+
+    def _start(self) -> None:
+        self._generation += 1
+        self._identity = b"worker-%d" % self._generation
+        self._started = self._heard = time.monotonic()
+        self._busy_s = 0.0
+        self.state = WorkerState.STARTING
+        self._child = Child(
+            self._args.worker_module,
+            WorkerConfig(args=self._args, endpoint=self._endpoint, identity=self._identity),
+        )
+
+    def _silence_limit(self) -> float:
+        # Before its hello a worker still imports its libraries and cannot send anything.
+        return self._args.heartbeat_timeout_s if self._said_hello else self._args.start_timeout_s
+
+    def _receive(self, frames: list[bytes]) -> None:
+        if len(frames) != 2 or not frames[0].startswith(self._identity):
+            self.junk_frames += 1  # a buried worker's last words, or not a worker at all
+            return
+        try:
+            message = self._codec.decode(frames[1])
+        except BadFrame:
+            self.junk_frames += 1
+            return
+        self._heard = time.monotonic()
+        match message:
+            case StepResult():
+                self._on_result(message)
+            case WorkerHeartbeat():
+                self._busy_s = message.busy_s
+            case WorkerHello():
+                pass
+            case WorkerReady():
+                self.state = WorkerState.READY
+                self._on_ready(message)
+            case WorkerFailed():
+                self._bury(f"failed: {message.message}")
+
+    @property
+    def _said_hello(self) -> bool:
+        return self._heard > self._started
+
+    def _bury(self, cause: str) -> None:
+        """The worker is dead or as good as dead: start another, unless deaths come too fast."""
+        was_ready = self.state is WorkerState.READY
+        self._child.kill()
+        now = time.monotonic()
+        self._deaths.append(now)
+        often = len(self._deaths) == DEATHS_ALLOWED and now - self._deaths[0] < DEATH_WINDOW_S
+        cause = f"the device worker {cause}"
+        if often or not was_ready:
+            self._fail(cause)  # one that never got ready would not get ready the next time
+            return
+        self.restarts += 1
+        self._on_gone(cause)
+        self._start()
+
+    def _fail(self, cause: str) -> None:
+        self.state = WorkerState.DOWN
+        self._child.kill()
+        self._on_down(cause)

@@ -1,0 +1,83 @@
+"""Whole engines over a scripted model: real processes and sockets, an instant model.
+
+    folder = ScriptedFolder(tmp_path)
+    async with AsyncEngine(folder.args(max_num_seqs=4)) as engine: ...
+
+``folder.reference(prompt, max_tokens)`` is what a greedy request must yield; ``folder.held()``
+holds the worker before its next step.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from deepinfer import EngineArgs
+from deepinfer.frontend.tokenizer import Tokenizer
+from support.scripted_model import ScriptedModel, hash_chain
+from support.small_tokenizers import save_folder
+
+
+class ScriptedFolder:
+    """A model folder that the scripted worker serves, with a small byte-level tokenizer."""
+
+    def __init__(self, path: Path, **script: Any) -> None:
+        self.path = save_folder("byte_level", "chatml", path)
+        self.tokenizer = Tokenizer.from_folder(path)
+        self.script: dict[str, Any] = {
+            "vocab_size": self.tokenizer.vocab_size,
+            "max_model_len": 1024,
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "eos_odds": 0,
+            "step_ms": 0,
+            "poison": -1,
+            "fail_load": "",
+            **script,
+        }
+        (path / "scripted.json").write_text(json.dumps(self.script))
+        (path / "config.json").write_text(json.dumps({"architectures": ["ScriptedForCausalLM"]}))
+        self._reference = ScriptedModel(
+            self.script["vocab_size"],
+            eos_token_ids=[self.script["eos_token_id"]],
+            next_token=hash_chain(
+                self.script["vocab_size"], self.script["eos_token_id"], self.script["eos_odds"]
+            ),
+        )
+
+    def args(self, **fields: Any) -> EngineArgs:
+        return EngineArgs(
+            model=str(self.path), worker_module="support.scripted_worker", **fields
+        )
+
+    def reference(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """Greedy outputs of a prompt, up to and with the first EOS."""
+        return self._reference.continuation(prompt, max_tokens)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the worker before its next step."""
+        descriptor = os.open(self.path / "hold", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Schedulers and workers that this process's engines run now."""
+    return psutil.Process().children(recursive=True)
+
+
+def process_of(module: str) -> psutil.Process:
+    """The one process that runs ``python -m MODULE`` for this test."""
+    found = [p for p in engine_processes() if module in p.cmdline()]
+    assert len(found) == 1, [p.cmdline() for p in engine_processes()]
+    return found[0]

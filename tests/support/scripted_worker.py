@@ -1,0 +1,58 @@
+"""A device worker with a scripted model: ``EngineArgs(worker_module="support.scripted_worker")``.
+
+The process, its socket, the runner and the sampler are the real ones; only the transformer is
+replaced. ``scripted.json`` in the model folder configures it (see ``ScriptedFolder``):
+
+- ``vocab_size``, ``max_model_len``, ``eos_token_id``, ``eos_odds``: as in ``ScriptedModel``;
+- ``step_ms``: how long a step takes at least (it stands for computation);
+- ``poison``: a token id whose computation kills the process, -1 for none;
+- ``fail_load``: an error to fail the start with.
+
+A test holds the worker before its next step by holding an exclusive lock on ``hold`` in the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from deepinfer.gpu_worker.backend import RaggedBatch
+from deepinfer.gpu_worker.process import LoadedModel, main
+from deepinfer.wire.config import EngineArgs
+from support.scripted_model import ScriptedModel, hash_chain
+
+
+def load_scripted_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
+    folder = Path(args.model)
+    script = json.loads((folder / "scripted.json").read_text())
+    if script["fail_load"]:
+        raise ValueError(script["fail_load"])
+    phases["load"] = 0.0
+    hold = os.open(folder / "hold", os.O_RDWR | os.O_CREAT)
+
+    def on_forward(batch: RaggedBatch) -> None:
+        fcntl.flock(hold, fcntl.LOCK_SH)
+        fcntl.flock(hold, fcntl.LOCK_UN)
+        if (batch.token_ids == script["poison"]).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(script["step_ms"] / 1000)
+
+    num_blocks = args.num_kv_blocks or 4096
+    model = ScriptedModel(
+        script["vocab_size"],
+        num_blocks,
+        args.block_size,
+        max_model_len=args.max_model_len or script["max_model_len"],
+        eos_token_ids=[script["eos_token_id"]],
+        next_token=hash_chain(script["vocab_size"], script["eos_token_id"], script["eos_odds"]),
+        on_forward=on_forward,
+    )
+    return LoadedModel(model, num_blocks)
+
+
+if __name__ == "__main__":
+    main(load_scripted_model)

@@ -1,0 +1,386 @@
+"""The CPU kernels compute what they say, and a token's result does not depend on its company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepinfer.gpu_worker.backend import KVCache, RaggedBatch
+from deepinfer.gpu_worker.cpu_backend import CpuBackend
+from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam
+
+DTYPES = ("float32", "bfloat16")
+BACKEND = CpuBackend(2)
+ALONE = CpuBackend(1)
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """``values`` in the form weights are held in."""
+    values = np.ascontiguousarray(values, np.float32)
+    if dtype == "float32":
+        return values
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def widened(values: np.ndarray) -> np.ndarray:
+    """Stored values as float64."""
+    if values.dtype == np.uint16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float64)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+# ---- linear -------------------------------------------------------------------------------------
+
+shapes = st.tuples(st.integers(1, 13), st.integers(1, 70), st.integers(1, 150))
+
+
+@settings(max_examples=150, deadline=None)
+@given(shape=shapes, dtype=st.sampled_from(DTYPES), biased=st.booleans(), add=st.booleans())
+def test_linear_is_the_matrix_product(shape, dtype, biased, add):
+    rows, depth, width = shape
+    rng = np.random.default_rng(rows * depth * width)
+    x, bias, out = normal(rng, rows, depth), normal(rng, width), normal(rng, rows, width)
+    weights = stored(normal(rng, width, depth), dtype)
+    cut = width // 3
+    parts = [weights[:cut], weights[cut:]] if cut else [weights]
+    packed = BACKEND.pack_linear(parts, bias if biased else None)
+    expected = x.astype(np.float64) @ widened(weights).T + bias * biased + out * add
+    BACKEND.linear(x, packed, out, add=add)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.integers(2, 200),
+    depth=st.integers(1, 90),
+    width=st.integers(1, 150),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_a_row_of_linear_is_bitwise_the_same_alone_and_in_any_company(
+    rows, depth, width, dtype, data
+):
+    rng = np.random.default_rng(rows)
+    x = normal(rng, rows, depth)
+    packed = BACKEND.pack_linear([stored(normal(rng, width, depth), dtype)], normal(rng, width))
+    together = np.empty((rows, width), np.float32)
+    BACKEND.linear(x, packed, together)
+    first = data.draw(st.integers(0, rows - 1))
+    last = data.draw(st.integers(first + 1, min(rows, first + 13)))
+    apart = np.empty((last - first, width), np.float32)
+    data.draw(st.sampled_from((BACKEND, ALONE))).linear(x[first:last], packed, apart)
+    assert apart.tobytes() == together[first:last].tobytes()
+
+
+def test_many_rows_are_cut_into_chunks_without_a_trace():
+    rng = np.random.default_rng(0)
+    x, weights = normal(rng, 300, 700), normal(rng, 40, 700)
+    packed = BACKEND.pack_linear([weights])
+    together = np.empty((300, 40), np.float32)
+    BACKEND.linear(x, packed, together)
+    np.testing.assert_allclose(together, x.astype(np.float64) @ weights.T, rtol=1e-4, atol=1e-4)
+    one = np.empty((1, 40), np.float32)
+    for row in range(300):
+        BACKEND.linear(x[row : row + 1], packed, one)
+        assert one.tobytes() == together[row].tobytes()
+
+
+def test_linear_writes_nothing_beyond_its_columns():
+    guarded = np.full((5, 37), 7.0, np.float32)
+    out = guarded[1:4]
+    packed = BACKEND.pack_linear([np.ones((37, 8), np.float32)])
+    BACKEND.linear(np.ones((3, 8), np.float32), packed, out)
+    assert (out == 8).all() and (guarded[[0, 4]] == 7).all()
+
+
+def test_an_empty_batch_is_no_work():
+    packed = BACKEND.pack_linear([np.ones((16, 8), np.float32)])
+    BACKEND.linear(np.empty((0, 8), np.float32), packed, np.empty((0, 16), np.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed_returns_the_rows_that_were_packed(dtype):
+    rng = np.random.default_rng(1)
+    weights = stored(normal(rng, 101, 24), dtype)
+    weights.flags.writeable = False
+    table = BACKEND.pack_linear([weights[:50], weights[50:]])
+    ids = np.array([100, 0, 49, 50, 50], np.int32)
+    out = np.empty((5, 24), np.float32)
+    BACKEND.embed(ids, table, out)
+    assert (out == widened(weights)[ids]).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "bias", "word"),
+    [
+        ([np.ones((2, 3), np.float32), np.ones((2, 4), np.float32)], None, "stacked"),
+        ([np.ones((2, 3), np.float32), np.ones((2, 3), np.uint16)], None, "stacked"),
+        ([np.ones((2, 3), np.float16)], None, "float16"),
+        ([np.ones((2, 3), np.float32)], np.ones(3, np.float32), "bias"),
+        ([], None, "part"),
+    ],
+)
+def test_weights_that_do_not_fit_together_are_refused(parts, bias, word):
+    with pytest.raises(ValueError, match=word):
+        BACKEND.pack_linear(parts, bias)
+
+
+# ---- row-wise operations ------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 13), width=st.integers(1, 200))
+def test_rms_norm_is_its_formula_and_each_row_its_own(rows, width):
+    rng = np.random.default_rng(width)
+    x, weight, out = normal(rng, rows, width), normal(rng, width), normal(rng, rows, width)
+    BACKEND.rms_norm(x, weight, 1e-5, out)
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * weight
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
+    one = np.empty((1, width), np.float32)
+    for row in range(rows):
+        ALONE.rms_norm(x[row : row + 1], weight, 1e-5, one)
+        assert one.tobytes() == out[row].tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 13), width=st.integers(1, 200), spread=st.sampled_from((1, 30, 1000)))
+def test_silu_mul_is_its_formula_also_where_the_exponential_overflows(rows, width, spread):
+    rng = np.random.default_rng(width)
+    gate_up, out = normal(rng, rows, 2 * width) * spread, normal(rng, rows, width)
+    BACKEND.silu_mul(gate_up, out)
+    gate, up = gate_up.astype(np.float64)[:, :width], gate_up.astype(np.float64)[:, width:]
+    with np.errstate(over="ignore"):
+        expected = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-30)
+    one = np.empty((1, width), np.float32)
+    for row in range(rows):
+        BACKEND.silu_mul(gate_up[row : row + 1], one)
+        assert one.tobytes() == out[row].tobytes()
+
+
+def test_log_softmax_stats_match_float64_also_with_banned_tokens():
+    rng = np.random.default_rng(2)
+    logits = normal(rng, 6, 1001) * 10
+    logits[1, ::2] = -np.inf
+    logits[2] = -80
+    largest, log_sum = BACKEND.log_softmax_stats(logits)
+    wide = logits.astype(np.float64)
+    assert (largest == logits.max(1)).all()
+    expected = wide.max(1) + np.log(np.exp(wide - wide.max(1, keepdims=True)).sum(1))
+    np.testing.assert_allclose(log_sum, expected, rtol=1e-6)
+
+
+def test_argmax_takes_the_first_of_equals():
+    logits = np.array([[1, 3, 3, 0], [2, 2, 2, 2]], np.float32)
+    assert BACKEND.argmax(logits).tolist() == [1, 0]
+    assert BACKEND.argmax(logits).dtype == np.int32
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+class Sequences:
+    """A few sequences with random queries, keys and values, to be fed in any cut and company."""
+
+    def __init__(self, seed, lengths, heads, kv_heads, dim, block_size, dtype, normed=False):
+        rng = np.random.default_rng(seed)
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        self.block_size, self.dtype = block_size, dtype
+        width = (heads + 2 * kv_heads) * dim
+        self.qkv = [normal(rng, n, width) for n in lengths]
+        angles = np.arange(max(lengths))[:, None] / 100 ** (np.arange(dim // 2) / (dim // 2))
+        self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        self.norms = (normal(rng, dim), normal(rng, dim)) if normed else (None, None)
+        blocks = [-(-n // block_size) for n in lengths]
+        order = rng.permutation(sum(blocks) + 2).astype(np.int32)
+        self.tables = np.zeros((len(lengths) + 1, max(blocks)), np.int32)
+        for i, count in enumerate(blocks):
+            self.tables[i + 1, :count] = order[sum(blocks[:i]) : sum(blocks[: i + 1])]
+        self.num_blocks = len(order)
+
+    def new_layer(self):
+        """A cache whose every byte is NaN: nothing unwritten may show."""
+        cache = KVCache(1, self.num_blocks, self.block_size, self.kv_heads, self.dim, self.dtype)
+        layer = cache.layers[0]
+        stale = np.nan if self.dtype == "float32" else 0x7FC0
+        layer.keys[:] = stale
+        layer.values[..., : self.dim] = stale
+        return layer
+
+    def step(self, backend, layer, chunks, window=0):
+        """Feed ``chunks`` (sequence, first, last); return each chunk's attention output."""
+        counts = [last - first for _, first, last in chunks]
+        batch = RaggedBatch(
+            token_ids=np.zeros(sum(counts), np.int32),
+            positions=np.concatenate([np.arange(a, b) for _, a, b in chunks]).astype(np.int32),
+            q_start=np.cumsum([0, *counts]).astype(np.int32),
+            slots=np.array([s + 1 for s, _, _ in chunks], np.int32),
+            lengths=np.array([b for _, _, b in chunks], np.int32),
+            block_tables=self.tables,
+            logit_index=np.zeros(0, np.int32),
+        )
+        qkv = np.concatenate([self.qkv[s][a:b] for s, a, b in chunks])
+        backend.rope_and_cache(qkv, layer, batch, self.cos, self.sin, *self.norms, 1e-6)
+        out = np.full((len(qkv), self.heads * self.dim), np.nan, np.float32)
+        backend.attention(qkv, layer, batch, self.dim**-0.5, window, out)
+        return np.split(out, np.cumsum(counts)[:-1])
+
+    def reference(self, s, window=0):
+        """Attention of a whole sequence in float64, keys and values rounded as the cache does."""
+        length, dim, half = len(self.qkv[s]), self.dim, self.dim // 2
+        wide = self.qkv[s].astype(np.float64).reshape(length, -1, dim)
+        q, k = wide[:, : self.heads], wide[:, self.heads : self.heads + self.kv_heads]
+        v = wide[:, self.heads + self.kv_heads :]
+        parts = []
+        for x, weight in ((q, self.norms[0]), (k, self.norms[1])):
+            if weight is not None:
+                x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
+            c, d = (t[:length, None].astype(np.float64) for t in (self.cos, self.sin))
+            a, b = x[..., :half], x[..., half:]
+            parts.append(np.concatenate((a * c - b * d, b * c + a * d), -1))
+        q, k = parts[0], widened(stored(parts[1], self.dtype))
+        v = widened(stored(v, self.dtype))
+        group = self.heads // self.kv_heads
+        k, v = k.repeat(group, 1), v.repeat(group, 1)
+        scores = np.einsum("qhd,khd->hqk", q, k) * dim**-0.5
+        seen = np.tril(np.ones((length, length), bool))
+        if window:
+            seen &= ~np.tril(np.ones((length, length), bool), -window)
+        scores = np.where(seen, scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return np.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 4, 16, 24, 32, 200])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (7, 1, 128), (6, 2, 8), (2, 1, 34)]
+)
+@pytest.mark.parametrize("window", [0, 1, 37])
+def test_attention_matches_float64(dtype, block_size, heads, kv_heads, dim, window):
+    case = Sequences(3, [150, 1, 33], heads, kv_heads, dim, block_size, dtype, normed=dim == 128)
+    outs = case.step(BACKEND, case.new_layer(), [(0, 0, 150), (1, 0, 1), (2, 0, 33)], window)
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    for s, out in enumerate(outs):
+        np.testing.assert_allclose(out, case.reference(s, window), atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    data=st.data(),
+    block_size=st.sampled_from((1, 4, 16, 24, 32)),
+    shape=st.sampled_from(((9, 3, 64), (4, 4, 20), (7, 1, 16))),
+    dtype=st.sampled_from(DTYPES),
+    window=st.sampled_from((0, 0, 9, 140)),
+)
+def test_attention_is_bitwise_the_same_in_any_cut_and_company(
+    data, block_size, shape, dtype, window
+):
+    lengths = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=4))
+    case = Sequences(len(lengths), lengths, *shape, block_size, dtype, normed=shape[1] == 3)
+    whole = [
+        case.step(ALONE, case.new_layer(), [(s, 0, n)], window)[0] for s, n in enumerate(lengths)
+    ]
+    layer = case.new_layer()
+    done = [0] * len(lengths)
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        chunks = []
+        for s, length in enumerate(lengths):
+            if done[s] < length and (s == 0 or data.draw(st.booleans())):
+                count = data.draw(st.sampled_from((1, 2, 7, 40, 300)))
+                chunks.append((s, done[s], min(length, done[s] + count)))
+            elif done[0] >= lengths[0] and done[s] < length:
+                chunks.append((s, done[s], length))
+        for (s, first, last), out in zip(
+            chunks, case.step(BACKEND, layer, chunks, window), strict=True
+        ):
+            assert out.tobytes() == whole[s][first:last].tobytes()
+            done[s] = last
+
+
+def test_the_cache_takes_the_bytes_it_says():
+    for block_size, dim in ((1, 8), (16, 64), (20, 80)):
+        cache = KVCache(3, 7, block_size, 2, dim, "bfloat16")
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        assert held == 7 * KVCache.bytes_per_block(3, block_size, 2, dim, "bfloat16")
+
+
+# ---- threads ------------------------------------------------------------------------------------
+
+
+def test_work_is_the_same_on_any_number_of_threads_and_from_two_at_once():
+    import threading
+
+    rng = np.random.default_rng(5)
+    x, packed = normal(rng, 5, 64), BACKEND.pack_linear([normal(rng, 4096, 64)])
+    expected = np.empty((5, 4096), np.float32)
+    ALONE.linear(x, packed, expected)
+    crowd = CpuBackend(5)
+    wrong = []
+
+    def compute():
+        out = np.empty((5, 4096), np.float32)
+        for _ in range(200):
+            out[:] = 0
+            crowd.linear(x, packed, out)
+            if out.tobytes() != expected.tobytes():
+                wrong.append(1)
+
+    threads = [threading.Thread(target=compute) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    crowd.close()
+    assert not wrong
+    out = np.zeros((5, 4096), np.float32)
+    crowd.linear(x, packed, out)  # closed: the caller computes alone
+    assert out.tobytes() == expected.tobytes()
+
+
+def test_a_thread_count_out_of_range_is_refused():
+    with pytest.raises(ValueError, match="num_threads"):
+        ThreadTeam(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_after_warm_up_nothing_is_compiled(dtype):
+    from deepinfer.gpu_worker.kernels import attention, elementwise, linear, rope_cache
+
+    kernels = [
+        linear.linear,
+        linear.gather_rows,
+        linear.pack_panels,
+        elementwise.rms_norm,
+        elementwise.silu_mul,
+        elementwise.take_rows,
+        elementwise.softmax_stats,
+        rope_cache.rope_and_cache,
+        attention.attention,
+    ]
+    BACKEND.warm_up(dtype)
+    before = [len(kernel.signatures) for kernel in kernels]
+    case = Sequences(1, [40, 3], 4, 2, 32, 16, dtype)
+    layer = case.new_layer()
+    case.step(BACKEND, layer, [(0, 0, 39), (1, 0, 2)])
+    case.step(BACKEND, layer, [(0, 39, 40), (1, 2, 3)], window=5)
+    scratch = np.zeros((64, 256), np.float32)
+    weights = stored(np.ones((256, 256)), dtype)
+    weights.flags.writeable = False
+    packed = BACKEND.pack_linear([weights[:100], weights[100:]], np.zeros(256, np.float32))
+    BACKEND.embed(np.zeros(7, np.int32), packed, scratch[:7])
+    BACKEND.linear(scratch[:7], packed, np.zeros((64, 256), np.float32)[:7], add=True)
+    BACKEND.rms_norm(scratch[:7], np.ones(256, np.float32), 1e-6, scratch[7:14])
+    BACKEND.silu_mul(scratch[:7], np.zeros((7, 128), np.float32))
+    BACKEND.take_rows(scratch[:7], np.zeros(2, np.int32), scratch[7:9])
+    BACKEND.log_softmax_stats(scratch[:3])
+    assert [len(kernel.signatures) for kernel in kernels] == before

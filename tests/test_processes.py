@@ -1,0 +1,265 @@
+"""Processes die, hang or talk junk: callers learn of it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+import zmq.asyncio
+
+from deepinfer import AsyncEngine, Client, SamplingParams
+from deepinfer.frontend.errors import EngineDownError
+from deepinfer.wire import messages, steps
+from deepinfer.wire.columns import pack_int32
+from support.scripted_engine import ScriptedFolder, engine_processes, process_of
+
+pytestmark = pytest.mark.process
+
+LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ScriptedFolder:
+    return ScriptedFolder(tmp_path / "model", step_ms=1)
+
+
+async def ids(engine: AsyncEngine | Client, prompt, params, **kwargs) -> list[int]:
+    return [out.token_id async for out in engine.generate(prompt, params, **kwargs)]
+
+
+async def wait_gone(processes: list[psutil.Process]) -> None:
+    gone, alive = await asyncio.to_thread(psutil.wait_procs, processes, 10)
+    assert not alive, alive
+    assert len(gone) == len(processes)
+
+
+def directories() -> set[Path]:
+    parent = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
+    return set(parent.glob(f"deepinfer-{os.getpid()}-*"))
+
+
+async def test_a_killed_worker_is_replaced_and_its_streams_go_on(folder) -> None:
+    async with AsyncEngine(folder.args(stop_preempted_request=False)) as engine:
+        victim = process_of("support.scripted_worker")
+        got = []
+        async for out in engine.generate([3, 4, 5], SHORT):
+            got.append(out.token_id)
+            if len(got) == 5:
+                victim.kill()
+        assert got == folder.reference([3, 4, 5], 20)
+        assert (await engine.stats())["worker_restarts"] == 1
+        assert process_of("support.scripted_worker").pid != victim.pid
+
+
+async def test_a_worker_that_hangs_counts_as_dead(folder) -> None:
+    async with AsyncEngine(folder.args(heartbeat_timeout_s=2)) as engine:
+        stream = engine.generate([3, 4, 5], SHORT)
+        got = [(await anext(stream)).token_id]
+        process_of("support.scripted_worker").suspend()
+        got += [out.token_id async for out in stream]
+        assert got == folder.reference([3, 4, 5], 20)
+
+
+async def test_a_request_that_kills_every_worker_ends_with_an_error_not_a_hang(tmp_path) -> None:
+    folder = ScriptedFolder(tmp_path / "model", poison=200)
+    async with AsyncEngine(folder.args()) as engine:
+        outs = [out async for out in engine.generate([200, 1], SHORT)]
+        assert [out.finished for out in outs] == [True]
+        assert outs[0].finish_detail == "worker_failed"
+        assert "SIGKILL" in outs[0].error
+        assert not (await engine.health())["ok"]
+        with pytest.raises(EngineDownError, match="SIGKILL"):
+            await ids(engine, [1, 2], SHORT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_callers_learn_that_the_scheduler_is_gone(folder, number) -> None:
+    async with AsyncEngine(folder.args(heartbeat_timeout_s=2)) as engine:
+        worker = process_of("support.scripted_worker")
+        scheduler = process_of("deepinfer.scheduler")
+        stream = engine.generate([3, 4, 5], LONG)
+        await anext(stream)
+        scheduler.send_signal(number)
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineDownError, match="scheduler"):
+                async for _ in stream:
+                    pass
+        assert not (await engine.health())["ok"]
+        with pytest.raises(EngineDownError):
+            await ids(engine, [1], SHORT)
+        await wait_gone([worker])
+
+
+async def test_a_model_that_cannot_be_loaded_says_why_at_the_start(tmp_path) -> None:
+    folder = ScriptedFolder(tmp_path / "model", fail_load="the tensor foo.weight is missing")
+    with pytest.raises(EngineDownError, match=r"foo\.weight is missing"):
+        async with AsyncEngine(folder.args()):
+            pass
+    assert not engine_processes()
+
+
+async def test_nothing_is_left_after_a_clean_stop(folder) -> None:
+    async with AsyncEngine(folder.args()) as engine:
+        await ids(engine, [1, 2], SHORT)
+        processes = engine_processes()
+        assert len(processes) == 2
+        assert directories()
+    await wait_gone(processes)
+    assert not directories()
+
+
+APP = """
+import asyncio, sys
+from deepinfer import AsyncEngine, EngineArgs, SamplingParams
+async def main():
+    args = EngineArgs(model=sys.argv[1], worker_module="support.scripted_worker")
+    async with AsyncEngine(args) as engine:
+        async for out in engine.generate([1, 2], SamplingParams(max_tokens=900, ignore_eos=True)):
+            print(out.token_id, flush=True)
+asyncio.run(main())
+"""
+
+
+async def test_an_engine_ends_when_its_app_is_killed(folder) -> None:
+    app = subprocess.Popen(
+        [sys.executable, "-c", APP, str(folder.path)], stdout=subprocess.PIPE, text=True
+    )
+    assert app.stdout is not None
+    await asyncio.to_thread(app.stdout.readline)
+    processes = psutil.Process(app.pid).children(recursive=True)
+    assert len(processes) == 2
+    app.kill()
+    app.wait()
+    app.stdout.close()
+    await wait_gone(processes)
+    parent = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
+    assert not list(parent.glob(f"deepinfer-{app.pid}-*"))
+
+
+async def test_a_client_that_vanishes_frees_what_it_held(folder, tmp_path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine"
+    async with AsyncEngine(folder.args(endpoint=endpoint, heartbeat_timeout_s=2)) as engine:
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        socket.connect(endpoint)
+        add = messages.AddRequest(
+            key=1,
+            request_id="orphan",
+            prompt=pack_int32([1, 2, 3]),
+            params=SamplingParams(max_tokens=1000, ignore_eos=True, seed=1),
+        )
+        await socket.send(msgspec.msgpack.encode(add))
+        await socket.recv()
+        socket.close(linger=0)
+        async with asyncio.timeout(10):
+            while (await engine.stats())["live"]:
+                await ids(engine, [1], SamplingParams(max_tokens=1))
+        assert (await engine.stats())["ended_disconnect"] == 1
+
+
+# ---- junk and permissions -----------------------------------------------------------------------
+
+
+class Sentinel:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def junk_frames(sentinel: Path) -> list[bytes]:
+    evil = pickle.dumps(Sentinel(str(sentinel)))
+    names = [name for module in (messages, steps) for name in vars(module) if name[0].isupper()]
+    valid = msgspec.msgpack.encode(messages.Call(1, "stats"))
+    frames = [msgspec.msgpack.encode([name, evil, evil, evil]) for name in names]
+    frames += [evil, b"", b"\xc1", b"\x00" * 1000, os.urandom(500), valid[:-1], valid + b"x"]
+    frames += [msgspec.msgpack.encode(["Abort", "not a number"]), b"\x91" * 100_000]
+    frames += [msgspec.msgpack.encode(messages.Hello()).replace(b"Hello", b"Jello")]
+    return frames
+
+
+async def test_junk_on_any_socket_is_counted_and_dropped(folder, tmp_path) -> None:
+    sentinel = tmp_path / "sentinel"
+    frames = junk_frames(sentinel)
+    async with AsyncEngine(folder.args()) as engine:
+        [directory] = directories()
+        running = asyncio.create_task(ids(engine, [3, 4, 5], SHORT))
+        context = zmq.asyncio.Context.instance()
+        for name in ("engine", "worker"):
+            socket = context.socket(zmq.DEALER)
+            socket.connect(f"ipc://{directory}/{name}")
+            for frame in frames:
+                await socket.send(frame)
+                await socket.send_multipart([frame, frame, frame])
+            socket.close(linger=1000)
+        assert await running == folder.reference([3, 4, 5], 20)
+        async with asyncio.timeout(10):
+            while (await engine.stats())["junk_frames"] < 4 * len(frames):
+                await ids(engine, [1], SamplingParams(max_tokens=1))
+        assert await ids(engine, [7], SHORT) == folder.reference([7], 20)
+        assert (await engine.health())["ok"]
+    assert not sentinel.exists()
+
+
+async def test_sockets_lie_in_a_private_directory(folder) -> None:
+    async with AsyncEngine(folder.args()):
+        [directory] = directories()
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        sockets = list(directory.iterdir())
+        assert {path.name for path in sockets} == {"engine", "worker"}
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in sockets)
+        for process in engine_processes():
+            listening = [c for c in process.net_connections("inet") if c.status == "LISTEN"]
+            assert not listening
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5757", "tcp://*:5757", "tcp://example.org:1"])
+async def test_an_endpoint_beyond_this_machine_is_refused(folder, endpoint) -> None:
+    with pytest.raises(ValueError, match="loopback"):
+        await AsyncEngine(folder.args(endpoint=endpoint)).start()
+    with pytest.raises(ValueError, match="loopback"):
+        Client(endpoint)
+
+
+# ---- clients ------------------------------------------------------------------------------------
+
+
+async def test_two_clients_may_use_one_id_at_the_same_time(folder, tmp_path) -> None:
+    endpoint = f"ipc://{tmp_path}/{uuid.uuid4().hex[:8]}"
+    async with AsyncEngine(folder.args(endpoint=endpoint)) as engine, Client(endpoint) as client:
+        first, second = await asyncio.gather(
+            ids(engine, [5, 6], SHORT, request_id="same"),
+            ids(client, [7, 8], SHORT, request_id="same"),
+        )
+        assert first == folder.reference([5, 6], 20)
+        assert second == folder.reference([7, 8], 20)
+        story = await client.trace("same")
+        assert story[0].event == "arrived"
+
+
+async def test_a_client_learns_that_its_engine_is_gone(folder, tmp_path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine"
+    async with AsyncEngine(folder.args(endpoint=endpoint)), Client(
+        endpoint, silence_limit_s=2
+    ) as client:
+        stream = client.generate([1, 2], LONG)
+        await anext(stream)
+        process_of("deepinfer.scheduler").kill()
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineDownError, match="no word"):
+                async for _ in stream:
+                    pass
