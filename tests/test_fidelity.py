@@ -12,7 +12,8 @@ from deepinfer.gpu_worker.llama import Model
 from support.checkpoints import one_torch_thread, reference_model
 from support.ragged_rows import RaggedRows
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+# About a minute and a half on two idle cores; the limit is for busy ones.
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NEW_TOKENS = 64
 BLOCK_SIZE = 16

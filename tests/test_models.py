@@ -330,6 +330,14 @@ def test_both_spellings_of_rope_mean_the_same(folders, variant):
     assert parse_model_config(old) == parse_model_config(raw)
 
 
+def test_window_layers_are_counted_as_newer_files_list_them(folders):
+    listed = config_with(folders, "qwen2-window")
+    assert listed["layer_types"] == ["full_attention", *["sliding_attention"] * 2]
+    counted = parse_model_config(config_with(folders, "qwen2-window", layer_types="drop"))
+    assert counted == parse_model_config(listed)
+    assert counted.windows == (0, 7, 7)
+
+
 def test_yarn_switched_on_by_hand_extends_the_length(folders):
     rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": MAX_POSITIONS}
     config = parse_model_config(config_with(folders, rope_scaling=rope))

@@ -13,9 +13,9 @@ from deepinfer import EngineArgs, SamplingParams
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("max_tokens", [0, -1, None, 1.5, "3", True, 2**40]),
+        ("max_tokens", [0, -1, None, 1.5, "3", True, 2**40, 10**5000]),
         ("min_tokens", [-1, 17]),
-        ("temperature", [-1, -1e-9, math.nan, math.inf, "hot"]),
+        ("temperature", [-1, -1e-9, math.nan, math.inf, "hot", 10**5000]),
         ("top_p", [0, -0.1, 1.5, math.nan]),
         ("top_k", [-2, 2**40, 1.5]),
         ("min_p", [-0.1, 1.1, math.nan]),

@@ -11,7 +11,7 @@ def check_int(field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{field} must be an integer, got {shown(value)}")
     if not low <= value <= high:
-        raise ValueError(f"{field} must be between {low} and {high}, got {value}")
+        raise ValueError(f"{field} must be between {low} and {high}, got {shown(value)}")
 
 
 def check_float(
@@ -23,6 +23,10 @@ def check_float(
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{field} must be a number, got {shown(value)}")
+    try:
+        value = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        value = math.inf
     if not math.isfinite(value):
         raise ValueError(f"{field} must be finite, got {value}")
     if value < low or value > high or (low_open and value == low):
@@ -48,5 +52,7 @@ def shown(value: object) -> str:
     """``repr`` cut to 80 characters, so that a huge value cannot make a huge message."""
     if isinstance(value, str | bytes | list | tuple | dict | set):
         value = value[:80] if isinstance(value, str | bytes) else f"<{type(value).__name__}>"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"<int of {value.bit_length()} bits>"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
