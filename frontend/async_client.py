@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import time
 import uuid
 from collections import deque
@@ -17,7 +19,7 @@ import zmq
 from deepinfer.frontend.connection import LoopConnection
 from deepinfer.frontend.errors import EngineBusyError, EngineDownError, EngineError
 from deepinfer.frontend.outputs import RequestOutput
-from deepinfer.frontend.session import Prompt, Session
+from deepinfer.frontend.session import LOSSES_ALLOWED, Event, Prompt, Session
 from deepinfer.frontend.tokenizer import Tokenizer
 from deepinfer.wire.messages import (
     Answer,
@@ -32,8 +34,9 @@ from deepinfer.wire.messages import (
 )
 from deepinfer.wire.params import SamplingParams
 
+log = logging.getLogger("deepinfer.frontend")
+
 _HEARTBEAT_S = 1.0
-_HELLO_AGAIN_S = 1.0
 _CALL_TIMEOUT_S = 10.0
 # Up to here tokenising takes less time than handing it to another thread is worth.
 _TOKENISE_INLINE_CHARS = 4096
@@ -52,6 +55,9 @@ class AsyncClient:
         self._session: Session | None = None
         self._starting: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[Welcome] | None = None
+        self._connected = False
+        self._alarm = asyncio.Event()
+        self._losses = 0
         self._beating: asyncio.Task[None] | None = None
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._call_ids = itertools.count()
@@ -132,6 +138,7 @@ class AsyncClient:
         request = session.add(
             request_id if request_id is not None else uuid.uuid4().hex,
             prepared,
+            time.monotonic(),
             user_id=user_id,
             priority=priority,
             timeout_s=timeout_s,
@@ -212,17 +219,44 @@ class AsyncClient:
 
     async def _beat(self) -> None:
         """Say hello until welcomed, then send a heartbeat every second, and watch the engine."""
-        assert self._connection is not None
         while True:
-            self._send(ClientHeartbeat() if self._session is not None else Hello())
-            await asyncio.sleep(_HEARTBEAT_S if self._session is not None else _HELLO_AGAIN_S)
-            if cause := self._cause_of_death(time.monotonic() - self._connection.last_heard):
-                self._fail(cause)
+            assert self._connection is not None
+            self._send(ClientHeartbeat() if self._connected else Hello())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._alarm.wait(), _HEARTBEAT_S)
+            self._alarm.clear()
+            cause = self._cause_of_death(time.monotonic() - self._connection.last_heard)
+            if cause:
+                self._lose(cause)
+            if self._dead:
                 return
 
-    def _cause_of_death(self, silent_s: float) -> str:
-        """Say why the engine counts as gone, or return an empty string."""
-        raise NotImplementedError
+    def _lose(self, cause: str) -> None:
+        """The scheduler is gone: connect to another, unless that failed too often."""
+        assert self._connection is not None
+        self._connection.drain()  # what it said before it went still counts
+        self._losses += 1
+        if self._session is None or self._dead or self._losses > LOSSES_ALLOWED:
+            self._fail(cause)
+            return
+        log.warning("%s; connecting again", cause)
+        self._connected = False
+        self._connection.close(linger_s=0)
+        for waiting in self._calls.values():
+            if not waiting.done():
+                waiting.set_exception(EngineBusyError(f"{cause}; connecting again"))
+        try:
+            self._connection = LoopConnection(*self._address(), self._on_message)
+        except (ValueError, OSError) as error:
+            self._fail(f"{cause}; starting another failed: {error}")
+
+    def _on_welcome(self, message: Welcome) -> None:
+        self._connected = True
+        self._losses = 0
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(message)
+        elif self._session is not None:
+            self._deliver(self._session.resubmit(message.info, time.monotonic()))
 
     def _send(self, message: Any) -> None:
         assert self._connection is not None
@@ -234,6 +268,8 @@ class AsyncClient:
 
     def _flush(self) -> None:
         session = self._live_session()
+        if not self._connected:
+            return  # all that is open is submitted again with the next welcome
         outbox, session.outbox = session.outbox, []
         for message in outbox:
             self._send(message)
@@ -245,9 +281,8 @@ class AsyncClient:
 
     def _on_message(self, message: ToClient) -> None:
         match message:
-            case Welcome():
-                if self._welcome is not None and not self._welcome.done():
-                    self._welcome.set_result(message)
+            case Welcome() if not self._connected:
+                self._on_welcome(message)
             case Answer():
                 waiting = self._calls.pop(message.call_id, None)
                 if waiting is not None and not waiting.done():
@@ -255,10 +290,13 @@ class AsyncClient:
             case EngineDown():
                 self._fail(message.message)
             case _ if self._session is not None:
-                for request, item in self._session.receive(message):
-                    request.owner.put(item, closed=request.open_samples == 0)
-                if self._session.outbox:
-                    self._flush()
+                self._deliver(self._session.receive(message))
+
+    def _deliver(self, events: list[Event]) -> None:
+        for request, item in events:
+            request.owner.put(item, closed=request.open_samples == 0)
+        if self._session is not None and self._session.outbox and not self._dead:
+            self._flush()
 
     def _fail(self, cause: str) -> None:
         """The engine is gone: everyone who waits for it learns why, once."""
@@ -271,12 +309,13 @@ class AsyncClient:
                 waiting.set_exception(error)
         self._calls.clear()
         if self._session is not None:
-            for request, item in self._session.fail_all(error):
-                request.owner.put(item, closed=True)
+            self._deliver(self._session.fail_all(error))
 
     async def _call(self, what: str, request_id: str = "") -> Answer:
         await self.start()
         self._live_session()
+        if not self._connected:
+            raise EngineBusyError("the connection to the engine is being made again")
         call_id = next(self._call_ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
@@ -289,7 +328,8 @@ class AsyncClient:
 
     def _say_goodbye(self) -> None:
         if self._connection is not None and self._session is not None:
-            self._send(Goodbye())
+            with contextlib.suppress(EngineBusyError):
+                self._send(Goodbye())
 
 
 class _Inbox:

@@ -72,13 +72,14 @@ class LoopConnection(Connection):
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(self.socket.getsockopt(zmq.FD))
         self._closed = False
+        self.heard = False
         self.last_heard = time.monotonic()
-        self._loop.add_reader(self._descriptor, self._drain)
+        self._loop.add_reader(self._descriptor, self.drain)
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message without blocking; ``zmq.Again`` when the engine does not read."""
         super().send(message)
-        self._loop.call_soon(self._drain)
+        self._loop.call_soon(self.drain)
 
     def close(self, linger_s: float = 0.2) -> None:
         """Close; messages that are on their way get ``linger_s`` seconds."""
@@ -87,13 +88,15 @@ class LoopConnection(Connection):
             self._loop.remove_reader(self._descriptor)
             super().close(linger_s)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Hand over what has arrived; the rest, when it is much, with the loop's next turn."""
         for _ in range(_FRAMES_PER_TURN):
             if self._closed:
                 return
             message = self.receive()
             if message is None:
                 return
+            self.heard = True
             self.last_heard = time.monotonic()
             self._on_message(message)
-        self._loop.call_soon(self._drain)
+        self._loop.call_soon(self.drain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from deepinfer.frontend.async_client import AsyncClient
 from deepinfer.frontend.engine_process import EngineProcess
@@ -31,17 +32,27 @@ class AsyncEngine(AsyncClient):
         await super().stop()
         process, self._process = self._process, None
         if process is not None:
+            self._unwatch()
             await asyncio.get_running_loop().run_in_executor(None, process.stop)
 
     def _address(self) -> tuple[str, bytes]:
+        if self._process is not None:
+            self._unwatch()
+            self._process.kill()
         self._process = EngineProcess(self.args)
+        self._end_of_process = self._process.end_descriptor()
+        asyncio.get_running_loop().add_reader(self._end_of_process, self._alarm.set)
         return self._process.endpoint, self._process.identity
 
+    def _unwatch(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._end_of_process)
+        os.close(self._end_of_process)
+
     def _cause_of_death(self, silent_s: float) -> str:
-        assert self._process is not None
+        assert self._process is not None and self._connection is not None
         if cause := self._process.cause_of_death():
             return cause
-        if silent_s > self.args.heartbeat_timeout_s and self._session is not None:
+        if silent_s > self._process.silence_limit_s(self._connection.heard):
             self._process.kill()
             return f"the scheduler was silent for {silent_s:.1f} s"
         return ""

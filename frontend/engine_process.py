@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from deepinfer.wire.config import EngineArgs, SchedulerConfig
 from deepinfer.wire.sockets import check_endpoint, private_directory
 
 _STOP_GRACE_S = 5.0
+_FIRST_WORD_S = 30.0
 
 
 class EngineProcess:
@@ -53,12 +55,24 @@ class EngineProcess:
             return None
         return f"the scheduler {self._child.describe_exit()}"
 
+    def silence_limit_s(self, heard: bool) -> float:
+        """Return the seconds after which silence means death.
+
+        The first word takes longer: the process still imports its libraries.
+        """
+        limit = self.args.heartbeat_timeout_s
+        return limit if heard else max(limit, _FIRST_WORD_S)
+
+    def end_descriptor(self) -> int:
+        """Return a descriptor that becomes readable when the scheduler ends; close it after use."""
+        return os.pidfd_open(self._child.pid)
+
     def kill(self) -> None:
         """End a scheduler that no longer answers. Its workers end by themselves."""
         self._child.kill()
         remove_directory(self._directory)
 
     def stop(self) -> None:
-        """End the engine: scheduler, workers and directory."""
-        self._child.stop(_STOP_GRACE_S)
+        """End the engine: open requests of all clients, scheduler, workers and directory."""
+        self._child.finish(_STOP_GRACE_S)
         remove_directory(self._directory)

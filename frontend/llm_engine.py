@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import zmq
@@ -10,7 +11,7 @@ from deepinfer.frontend.connection import Connection
 from deepinfer.frontend.engine_process import EngineProcess
 from deepinfer.frontend.errors import EngineBusyError, EngineDownError, EngineError
 from deepinfer.frontend.outputs import RequestOutput
-from deepinfer.frontend.session import PreparedPrompt, Prompt, Session
+from deepinfer.frontend.session import LOSSES_ALLOWED, PreparedPrompt, Prompt, Session
 from deepinfer.frontend.tokenizer import Tokenizer
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import (
@@ -24,8 +25,14 @@ from deepinfer.wire.messages import (
 )
 from deepinfer.wire.params import SamplingParams
 
+log = logging.getLogger("deepinfer.frontend")
+
 _POLL_S = 0.1
 _CALL_TIMEOUT_S = 10.0
+
+
+class EngineLostError(EngineDownError):
+    """The scheduler went away without a word; another may do better."""
 
 
 class LLMEngine:
@@ -36,18 +43,17 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs | None = None) -> None:
         self.args = args if args is not None else EngineArgs()
-        self._process = EngineProcess(self.args)
         self._connection: Connection | None = None
+        self._outputs: list[RequestOutput] = []
+        self._losses = 0
+        self._process = EngineProcess(self.args)
         try:
-            self._connection = Connection(self._process.endpoint, self._process.identity)
-            info = self._wait_until_ready(self._connection).info
+            info = self._connect().info
+            self.tokenizer = Tokenizer.from_folder(info.tokenizer)
         except BaseException:
             self.close()
             raise
-        self.tokenizer = Tokenizer.from_folder(info.tokenizer)
         self._session = Session(info, self.tokenizer, self.args.seed)
-        self._outputs: list[RequestOutput] = []
-        self._last_heard = time.monotonic()
 
     def add_request(
         self,
@@ -80,7 +86,12 @@ class LLMEngine:
     ) -> None:
         """Send a request made by :meth:`prepare`; ``ValueError`` when the id is in use."""
         self._session.add(
-            request_id, prompt, user_id=user_id, priority=priority, timeout_s=timeout_s
+            request_id,
+            prompt,
+            time.monotonic(),
+            user_id=user_id,
+            priority=priority,
+            timeout_s=timeout_s,
         )
         self._flush()
 
@@ -135,8 +146,6 @@ class LLMEngine:
         if connection is not None:
             connection.close()
             self._process.stop()
-        elif self._process.cause_of_death() is None:
-            self._process.stop()
 
     def __enter__(self) -> LLMEngine:
         return self
@@ -144,36 +153,65 @@ class LLMEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait_until_ready(self, connection: Connection) -> Welcome:
+    def _connect(self) -> Welcome:
+        """Connect to the scheduler and wait until the engine is ready."""
+        connection = Connection(self._process.endpoint, self._process.identity)
+        self._connection = connection
         connection.send(Hello())
-        deadline = time.monotonic() + self.args.start_timeout_s
-        while time.monotonic() < deadline:
-            connection.wait(_POLL_S)
-            match message := connection.receive():
-                case Welcome():
+        self._last_heard = time.monotonic()
+        heard = False
+        while True:
+            if connection.wait(_POLL_S):
+                heard, self._last_heard = True, time.monotonic()
+            match connection.receive():
+                case Welcome() as message:
                     return message
-                case EngineDown():
-                    raise EngineDownError(message.message)
-            if cause := self._process.cause_of_death():
-                raise EngineDownError(cause)
-        raise EngineDownError(f"the engine was not ready after {self.args.start_timeout_s:g} s")
+                case EngineDown(message=text):
+                    raise EngineDownError(text)
+            if cause := self._cause_of_death(heard):
+                raise EngineLostError(cause)
+
+    def _cause_of_death(self, heard: bool = True) -> str:
+        if cause := self._process.cause_of_death():
+            return cause
+        # What came while nobody listened was read before this, so the silence is the engine's.
+        silent_s = time.monotonic() - self._last_heard
+        if silent_s > self._process.silence_limit_s(heard):
+            return f"the scheduler was silent for {silent_s:.1f} s"
+        return ""
 
     def _next_message(self) -> ToClient | None:
-        """Wait a little for a message; ``EngineDownError`` when the engine is gone."""
+        """Wait a little for a message; ``EngineDownError`` when the engine is gone for good."""
         connection = self._live_connection()
         if connection.wait(_POLL_S):
             self._last_heard = time.monotonic()
             return connection.receive()
-        silent_s = time.monotonic() - self._last_heard
-        cause = self._process.cause_of_death()
-        if cause is None and silent_s > self.args.heartbeat_timeout_s:
-            # What came while nobody listened was read above, so the silence is the engine's.
-            cause = f"the scheduler was silent for {silent_s:.1f} s"
-            self._process.kill()
-        if cause is not None:
-            self._session.fail_all(EngineDownError(cause))
-            raise EngineDownError(cause)
+        if cause := self._cause_of_death():
+            self._replace_engine(cause)
         return None
+
+    def _replace_engine(self, cause: str) -> None:
+        """Start another scheduler and go on with every open request from the tokens it has."""
+        welcome = None
+        while welcome is None:
+            self._losses += 1
+            self._live_connection().close(linger_s=0)
+            self._process.kill()
+            if self._losses > LOSSES_ALLOWED:
+                self._connection = None
+                self._session.fail_all(EngineDownError(cause))
+                raise EngineDownError(cause)
+            log.warning("%s; starting another", cause)
+            self._process = EngineProcess(self.args)
+            try:
+                welcome = self._connect()
+            except EngineLostError as error:
+                cause = str(error)
+        self._losses = 0
+        for _, item in self._session.resubmit(welcome.info, time.monotonic()):
+            assert isinstance(item, RequestOutput)
+            self._outputs.append(item)
+        self._flush()
 
     def _take(self, message: ToClient | None) -> None:
         error: Exception | None = None

@@ -37,6 +37,9 @@ from deepinfer.wire.params import SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 
+LOSSES_ALLOWED = 5
+"""Schedulers that may be lost in a row, none of them having got ready, before a client gives up."""
+
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the n seeds of a request differ
 
 
@@ -62,19 +65,29 @@ class Request:
 
 
 class _Sample:
-    """One sequence of the scheduler, as this side sees it."""
+    """One sequence of the scheduler, as this side sees it.
+
+    ``add`` is what asked for it and ``token_ids`` what it brought so far: together they are all
+    that another scheduler needs to go on with it.
+    """
 
     __slots__ = (
+        "add",
+        "aborted_by",
         "cached_tokens",
         "index",
         "key",
         "name",
         "num_preemptions",
-        "num_tokens",
         "prompt_logprobs",
         "request",
         "stream",
+        "submitted_at",
+        "token_ids",
     )
+
+    add: AddRequest
+    submitted_at: float
 
     def __init__(self, request: Request, index: int, key: int, stream: TextStream | None) -> None:
         self.request = request
@@ -82,7 +95,8 @@ class _Sample:
         self.key = key
         self.name = request.request_id if index == 0 else f"{request.request_id}#{index}"
         self.stream = stream
-        self.num_tokens = 0
+        self.token_ids: list[int] = []
+        self.aborted_by: str | None = None
         self.cached_tokens = 0
         self.num_preemptions = 0
         wants = request.prompt.params.prompt_logprobs is not None
@@ -143,12 +157,16 @@ class Session:
         self,
         request_id: str,
         prompt: PreparedPrompt,
+        now: float,
         *,
         user_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Request:
-        """Open a request; its messages are in the outbox. ``ValueError`` when the id is live."""
+        """Open a request; its messages are in the outbox. ``ValueError`` when the id is live.
+
+        ``now`` is in seconds of a monotonic clock.
+        """
         _check_name("request_id", request_id, MAX_REQUEST_ID_CHARS - 8, empty_ok=False)
         _check_name("user_id", user_id, MAX_USER_ID_CHARS, empty_ok=True)
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
@@ -173,17 +191,17 @@ class Session:
             own = msgspec.structs.replace(
                 params, n=1, stop=None, seed=(seed + sample.index * _SEED_STEP) & ((1 << 64) - 1)
             )
-            self.outbox.append(
-                AddRequest(
-                    key=sample.key,
-                    request_id=sample.name,
-                    prompt=column,
-                    params=own,
-                    user_id=user_id,
-                    priority=priority,
-                    timeout_ms=None if timeout_s is None else timeout_s * 1000,
-                )
+            sample.submitted_at = now
+            sample.add = AddRequest(
+                key=sample.key,
+                request_id=sample.name,
+                prompt=column,
+                params=own,
+                user_id=user_id,
+                priority=priority,
+                timeout_ms=None if timeout_s is None else timeout_s * 1000,
             )
+            self.outbox.append(sample.add)
         return request
 
     def get(self, request_id: str) -> Request | None:
@@ -194,6 +212,7 @@ class Session:
         """Ask the scheduler to end a request; its final outputs arrive through ``receive``."""
         for sample in request.samples:
             if sample.key in self._samples:
+                sample.aborted_by = rule
                 self.outbox.append(Abort(sample.key, rule))
 
     def abandon(self, request: Request, rule: str = "client_abort") -> None:
@@ -201,6 +220,24 @@ class Session:
         self.abort(request, rule)
         for sample in request.samples:
             self._forget(sample)
+
+    def resubmit(self, info: EngineInfo, now: float) -> list[Event]:
+        """Ask another scheduler to go on with every open request, from the tokens it has.
+
+        Replaces the outbox. Returns the ends of requests that were aborted while nobody was there
+        to end them.
+        """
+        self.info = info
+        self.outbox.clear()
+        events: list[Event] = []
+        for sample in list(self._samples.values()):
+            if sample.aborted_by is not None:
+                output = self._output(sample, sample.token_ids[-1] if sample.token_ids else -1)
+                self._close(sample, output, "abort", sample.aborted_by)
+                events.append((sample.request, output))
+            else:
+                self.outbox.append(_continuation(sample, now))
+        return events
 
     def fail_all(self, error: EngineError) -> list[Event]:
         """Forget every open request, because the engine is gone; each gets the error once."""
@@ -255,7 +292,7 @@ class Session:
         """Yield one output a token; the last one carries the end, where there is one."""
         last = len(tokens) - 1
         for i, token_id in enumerate(tokens):
-            sample.num_tokens += 1
+            sample.token_ids.append(token_id)
             output = self._output(sample, token_id)
             if extra is not None:
                 output.draft_tok = extra.draft_tokens
@@ -269,12 +306,16 @@ class Session:
             ends_here = end if i == last else None
             rule = ends_here.detail.partition(":")[0] if ends_here is not None else ""
             if sample.stream is not None:
-                delta = sample.stream.push([token_id], last_is_stop_token=rule in ("eos", "stop_token"))
+                delta = sample.stream.push(
+                    [token_id], last_is_stop_token=rule in ("eos", "stop_token")
+                )
                 output.text = delta.text
                 if delta.stop is not None:
                     self._close(sample, output, "stop", f"stop_string:{delta.stop}")
                     if end is None:
-                        self.outbox.append(StopMatched(sample.key, delta.stop, sample.num_tokens))
+                        self.outbox.append(
+                            StopMatched(sample.key, delta.stop, len(sample.token_ids))
+                        )
                     yield sample.request, output
                     return
             if ends_here is not None:
@@ -293,7 +334,7 @@ class Session:
             prompt_len=len(sample.request.prompt.token_ids),
             token_id=token_id,
             index=sample.index,
-            num_output_tokens=sample.num_tokens,
+            num_output_tokens=len(sample.token_ids),
             max_num_batched_tokens=self.info.max_num_batched_tokens,
             prompt_logprobs=prompt_logprobs,
             cached_tokens=sample.cached_tokens,
@@ -398,6 +439,18 @@ class Session:
         tokenizer = self._need_tokenizer()
         spellings = [tokenizer.encode(w, add_special_tokens=False) for w in (word, " " + word)]
         return [ids for ids in spellings if ids]
+
+
+def _continuation(sample: _Sample, now: float) -> AddRequest:
+    """Return the request as it stands now: what was delivered is not asked for again."""
+    add = sample.add
+    if sample.prompt_logprobs is None and add.params.prompt_logprobs is not None:
+        params = msgspec.structs.replace(add.params, prompt_logprobs=None)
+        add = msgspec.structs.replace(add, params=params)
+    if add.timeout_ms is not None:
+        left_ms = add.timeout_ms - (now - sample.submitted_at) * 1000
+        add = msgspec.structs.replace(add, timeout_ms=max(left_ms, 1.0))
+    return msgspec.structs.replace(add, output=pack_int32(sample.token_ids))
 
 
 def _note_prompt_logprobs(sample: _Sample, extra: RowExtra) -> None:

@@ -18,11 +18,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from deepinfer import AsyncEngine, Client, SamplingParams
+from deepinfer import AsyncEngine, Client, LLMEngine, SamplingParams
 from deepinfer.frontend.errors import EngineDownError
 from deepinfer.wire import messages, steps
 from deepinfer.wire.columns import pack_int32
 from support.scripted_engine import ScriptedFolder, engine_processes, process_of
+from support.streams import check_stream, outputs
 
 pytestmark = pytest.mark.process
 
@@ -85,21 +86,43 @@ async def test_a_request_that_kills_every_worker_ends_with_an_error_not_a_hang(t
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_callers_learn_that_the_scheduler_is_gone(folder, number) -> None:
+async def test_a_lost_scheduler_is_replaced_and_its_streams_go_on(folder, number) -> None:
+    params = SamplingParams(max_tokens=40, seed=8, logprobs=1, ignore_eos=True)
     async with AsyncEngine(folder.args(heartbeat_timeout_s=2)) as engine:
+        alone = await outputs(engine, [3, 4, 5], params)
         worker = process_of("support.scripted_worker")
-        scheduler = process_of("deepinfer.scheduler")
-        stream = engine.generate([3, 4, 5], LONG)
-        await anext(stream)
-        scheduler.send_signal(number)
-        async with asyncio.timeout(10):
-            with pytest.raises(EngineDownError, match="scheduler"):
-                async for _ in stream:
-                    pass
-        assert not (await engine.health())["ok"]
-        with pytest.raises(EngineDownError):
-            await ids(engine, [1], SHORT)
+        got = []
+        async for out in engine.generate([3, 4, 5], params):
+            got.append(out)
+            if len(got) == 5:
+                process_of("deepinfer.scheduler").send_signal(number)
+        check_stream(got)
+        assert [(o.token_id, o.token_logprobs, o.text) for o in got] == [
+            (o.token_id, o.token_logprobs, o.text) for o in alone
+        ]
         await wait_gone([worker])
+        assert (await engine.health())["ok"]
+
+
+async def test_an_abort_while_nobody_is_there_still_ends_the_request(folder) -> None:
+    async with AsyncEngine(folder.args()) as engine:
+        stream = engine.generate([3, 4], LONG, request_id="r")
+        await anext(stream)
+        process_of("deepinfer.scheduler").kill()
+        async with asyncio.timeout(30):
+            await engine.abort("r")
+            outs = [out async for out in stream]
+        assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "client_abort")
+
+
+def test_llm_engine_replaces_a_lost_scheduler(folder) -> None:
+    with LLMEngine(folder.args()) as engine:
+        engine.add_request("r", [3, 4, 5], SHORT)
+        got = [out.token_id for out in engine.step()]
+        process_of("deepinfer.scheduler").kill()
+        while engine.has_unfinished_requests():
+            got += [out.token_id for out in engine.step()]
+        assert got == folder.reference([3, 4, 5], 20)
 
 
 async def test_a_model_that_cannot_be_loaded_says_why_at_the_start(tmp_path) -> None:
@@ -251,15 +274,23 @@ async def test_two_clients_may_use_one_id_at_the_same_time(folder, tmp_path) -> 
         assert story[0].event == "arrived"
 
 
-async def test_a_client_learns_that_its_engine_is_gone(folder, tmp_path) -> None:
+async def test_a_client_goes_on_with_the_next_scheduler_and_learns_when_there_is_none(
+    folder, tmp_path
+) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
-    async with AsyncEngine(folder.args(endpoint=endpoint)), Client(
-        endpoint, silence_limit_s=2
-    ) as client:
-        stream = client.generate([1, 2], LONG)
-        await anext(stream)
-        process_of("deepinfer.scheduler").kill()
-        async with asyncio.timeout(10):
-            with pytest.raises(EngineDownError, match="no word"):
-                async for _ in stream:
-                    pass
+    async with AsyncEngine(folder.args(endpoint=endpoint)) as engine:
+        async with Client(endpoint, silence_limit_s=2) as client:
+            got = []
+            async for out in client.generate([3, 4, 5], SHORT):
+                got.append(out.token_id)
+                if len(got) == 3:
+                    process_of("deepinfer.scheduler").kill()
+            assert got == folder.reference([3, 4, 5], 20)
+            stream = client.generate([1, 2], LONG)
+            await anext(stream)
+            await engine.stop()
+            outs = [out async for out in stream]
+            assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "shutdown")
+            async with asyncio.timeout(60):
+                with pytest.raises(EngineDownError, match="no word"):
+                    await ids(client, [1], SHORT)

@@ -59,13 +59,15 @@ class Child:
         self._process.wait()
         self._close_lifeline()
 
+    def finish(self, grace_s: float) -> None:
+        """Ask it to finish (SIGTERM); kill it after the grace time."""
+        self._process.terminate()
+        self._wait_or_kill(grace_s)
+
     def stop(self, grace_s: float) -> None:
-        """Cut the lifeline, which a child takes as its end; kill it after the grace time."""
+        """Cut the lifeline, at which a child leaves whatever it does; kill it after the grace."""
         self._close_lifeline()
-        try:
-            self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        self._wait_or_kill(grace_s)
 
     def describe_exit(self) -> str:
         """Say how the process ended, for an error message."""
@@ -78,6 +80,14 @@ class Child:
             return f"was killed by {signal.Signals(-status).name}"
         except ValueError:
             return f"was killed by signal {-status}"
+
+    def _wait_or_kill(self, grace_s: float) -> None:
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._close_lifeline()
 
     def _close_lifeline(self) -> None:
         if self._process.stdin is not None:
