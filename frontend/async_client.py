@@ -231,6 +231,10 @@ class AsyncClient:
             if self._dead:
                 return
 
+    def _cause_of_death(self, silent_s: float) -> str:
+        """Say why the engine counts as gone, or return an empty string."""
+        raise NotImplementedError
+
     def _lose(self, cause: str) -> None:
         """The scheduler is gone: connect to another, unless that failed too often."""
         assert self._connection is not None

@@ -51,6 +51,8 @@ class RaggedBatch:
     - ``lengths`` int32 [R]: tokens in the cache after this step, those of this step included.
     - ``block_tables`` int32 [S, B]: KV blocks of every slot, in order of position.
     - ``logit_index`` int32 [L]: the tokens (indices into T, ascending) whose logits are wanted.
+
+    Arrays of another layout (read-only, strided, another integer type) are copied.
     """
 
     token_ids: Int32
@@ -60,6 +62,13 @@ class RaggedBatch:
     lengths: Int32
     block_tables: Int32
     logit_index: Int32
+
+    def __post_init__(self) -> None:
+        # Compiled kernels exist for one layout; another would be compiled in the middle of a step.
+        for name in self.__slots__:
+            array = getattr(self, name)
+            if array.dtype != np.int32 or not (array.flags.carray and array.flags.writeable):
+                setattr(self, name, np.array(array, np.int32, order="C"))
 
 
 @dataclass(slots=True)

@@ -158,7 +158,8 @@ class CpuBackend:
     def argmax(self, logits: Float32) -> Int32:
         """See ``Backend.argmax``."""
         # numpy's own is vectorised and has exactly the promised semantics.
-        return logits.argmax(axis=1).astype(np.int32)
+        winners: Int32 = logits.argmax(axis=1).astype(np.int32)
+        return winners
 
     def log_softmax_stats(self, logits: Float32) -> tuple[Float32, Float32]:
         """See ``Backend.log_softmax_stats``."""

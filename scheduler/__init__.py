@@ -1,1 +1,1 @@
-
+"""The scheduler: sequences, queues, KV blocks and policies in a pure core, and its process."""

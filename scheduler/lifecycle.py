@@ -25,6 +25,13 @@ from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import End, RowNote
 from deepinfer.wire.steps import RowAdmit, WorkerReady
 
+HEADROOM_NEW = 1
+HEADROOM_RESUMED = 4
+"""Blocks per row in a slot that a sequence leaves available when it enters, new or after a
+preemption. Measured on four mixes of lengths in a pool three times too small, without prefix
+cache: recomputed tokens per useful token are 0.28 to 0.42 with 1 and 4, 0.41 to 0.59 with 1 and 2,
+0.87 to 1.31 with 0 and 0; the steps to the end differ by less than a tenth."""
+
 
 @dataclass(slots=True)
 class InFlight:
@@ -34,10 +41,10 @@ class InFlight:
     """Slots that compute a chunk, with their epochs."""
     slots: Int32
     """Slots that sample a token: decode rows and last chunks."""
+    column: bytes
+    """The same as it should come back: comparing bytes is nearly free."""
     epochs: Int32
     """Their epochs."""
-    num_decode: int
-    """How many of them, the first ones, are decode rows."""
 
 
 @dataclass(slots=True)
@@ -133,8 +140,8 @@ class Lifecycle:
     def missing_blocks(self, sequence: Sequence, cached: list[int]) -> int:
         """Return how many blocks must be available for the sequence to take a slot.
 
-        That is the rest of its tokens plus those of its cached blocks that nobody owns. One that
-        comes back from a preemption also leaves room for the others to grow: see ``_headroom``.
+        That is the rest of its tokens, those of its cached blocks that nobody owns, and room for
+        the rows in slots to grow: see ``_headroom``.
         """
         total = -(-(len(sequence.tokens) // 4) // self.args.block_size)
         idle = sum(1 for block in cached if self.pool.is_idle(block))
@@ -153,8 +160,7 @@ class Lifecycle:
         self.table.add_blocks(slot, cached + self.pool.allocate(total - len(cached)))
         self.table.computed[slot] = len(cached) * self.args.block_size
         sequence.num_registered = len(cached)
-        self.prefilling.append(sequence)
-        self.prefilling.sort(key=lambda sequence: sequence.queue_key)
+        insort(self.prefilling, sequence, key=lambda seq: seq.queue_key)
         for token_id in sequence.stop_ids:
             self.stop_users[token_id] = self.stop_users.get(token_id, 0) + 1
             self.token_class[token_id] |= TokenClass.STOP_ID
@@ -422,14 +428,14 @@ class Lifecycle:
         return sum(1 for flight in self.in_flight.values() if flight.chunks.get(slot) == epoch)
 
     def _headroom(self, sequence: Sequence) -> int:
-        """Blocks that stay available when a preempted sequence comes back.
+        """Blocks that stay available for the rows in slots when a sequence comes in.
 
-        One per running row: else the next rows that need a block would preempt it again at once,
-        and its recompute would be lost. A sequence alone needs no headroom, so it always fits.
+        Without it the next rows that need a block would push somebody out again at once. One that
+        was preempted before leaves more room: its prefill is work done twice already. A sequence
+        alone needs none, so it always fits.
         """
-        if not sequence.num_preemptions:
-            return 0
-        return int(self.table.decode.sum()) + len(self.prefilling)
+        rows = int(np.count_nonzero(self.table.decode)) + len(self.prefilling)
+        return rows * (HEADROOM_RESUMED if sequence.num_preemptions else HEADROOM_NEW)
 
     def _wants_prompt_logprobs(self, sequence: Sequence) -> bool:
         wanted = sequence.params.prompt_logprobs is not None

@@ -60,31 +60,36 @@ class Planner:
         life, table = self._life, self._life.table
         preempted = False
         while True:
-            slots = self._short_of_blocks()
-            if not len(slots):
-                return b"", preempted
-            # The last token of a sequence is never computed: positions end at max_length - 2.
-            # (With drafts a row may be past that before its results were read; what it computes
-            # then is void, and the worker needs no block for it.)
-            reach = np.minimum(table.computed + life.tokens_per_row, table.max_length - 1)
-            missing = -((table.room - reach)[slots] // life.args.block_size)
-            slots = np.repeat(slots, missing)
-            if len(slots) <= life.pool.available:
+            slots, missing = self._short_of_blocks()
+            total = int(missing.sum())
+            if total <= life.pool.available:
                 break
             preempted |= self._free_some(now)
-        blocks = life.pool.allocate(len(slots))
-        if len(missing) == len(slots):
+        if not total:
+            return b"", preempted
+        blocks = np.array(life.pool.allocate(total), dtype=np.int32)
+        if total == len(slots):
             table.add_block_each(slots, blocks)
         else:
-            for slot, block in zip(slots.tolist(), blocks, strict=True):
+            slots = np.repeat(slots, missing)
+            for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
                 table.add_blocks(slot, [block])
-        return pack_int32(np.stack([slots, np.array(blocks, dtype=np.int32)], axis=1)), preempted
+        pairs = np.empty((total, 2), dtype=np.int32)
+        pairs[:, 0] = slots
+        pairs[:, 1] = blocks
+        return pack_int32(pairs), preempted
 
-    def _short_of_blocks(self) -> Int32:
-        table = self._life.table
-        short = table.computed + self._life.tokens_per_row > table.room
+    def _short_of_blocks(self) -> tuple[Int32, Int32]:
+        """Return the decode rows that need blocks for the next step, and how many each."""
+        life, table = self._life, self._life.table
+        # The last token of a sequence is never computed: positions end at max_length - 2. (With
+        # drafts a row may be past that before its results were read; what it computes then is
+        # void, and the worker needs no block for it.)
+        reach = np.minimum(table.computed + life.tokens_per_row, table.max_length - 1)
+        short = reach > table.room
         short &= table.decode
-        return np.flatnonzero(short).astype(np.int32)
+        slots = np.flatnonzero(short).astype(np.int32)
+        return slots, -((table.room[slots] - reach[slots]) // life.args.block_size)
 
     def _free_some(self, now: float) -> bool:
         """Get blocks back from one sequence; return whether that was a preemption."""
@@ -111,17 +116,20 @@ class Planner:
         if not life.queue:
             return
         budget = self._prefill_budget()
+        wanted = sum(map(self._remaining, life.prefilling))
         while (head := life.queue.head()) is not None and table.free_slots:
-            if self._steps_are_full(head, budget):
+            full = len(life.prefilling) >= MAX_PREFILLING and wanted >= budget
+            if full and self._is_full_before(head, budget):
                 break
             cached = life.cached_blocks(head)
             if life.missing_blocks(head, cached) > life.pool.available:
                 break
             life.take_slot(head, cached, now)
+            wanted += self._remaining(head)
 
-    def _steps_are_full(self, head: Sequence, budget: int) -> bool:
-        life = self._life
-        before = [seq for seq in life.prefilling if seq.queue_key < head.queue_key]
+    def _is_full_before(self, head: Sequence, budget: int) -> bool:
+        """Whether unfinished prompts that go before ``head`` fill the step and are enough."""
+        before = [seq for seq in self._life.prefilling if seq.queue_key < head.queue_key]
         return len(before) >= MAX_PREFILLING and sum(map(self._remaining, before)) >= budget
 
     def _make_room(self, now: float) -> bool:
@@ -172,8 +180,8 @@ class Planner:
         life.in_flight[step] = InFlight(
             chunks={slot: int(table.epoch[slot]) for slot, _ in chunks},
             slots=slots,
+            column=pack_int32(slots),
             epochs=table.epoch[slots],
-            num_decode=len(decode),
         )
         released, life.released = life.released, []
         return StepPlan(

@@ -35,7 +35,7 @@ class ResultReader:
         nobody: Int32 = np.zeros(0, dtype=np.int32)
         self._early: dict[int, StepResult] = {}
         # Whose the rows of the latest step were: table version, slots, addresses.
-        self._latest = (-1, nobody, Addresses([], nobody, nobody.view(np.uint32)))
+        self._latest = (-1, b"", Addresses([], nobody, nobody.view(np.uint32)))
 
     def read(self, result: StepResult, now: float) -> None:
         """Take in a result; raise ``BrokenResult`` when it does not match its plan."""
@@ -55,24 +55,26 @@ class ResultReader:
 
     def _apply(self, result: StepResult, flight: InFlight, now: float) -> None:
         life, table = self._life, self._life.table
-        slots, epochs, tokens, counts = self._columns(result)
+        slots, epochs, tokens, counts = self._columns(result, flight)
         failed = [row for row in result.failed if self._is_live(row.slot, row.epoch)]
         live = table.epoch[slots] == epochs
-        all_live = bool(live.all())
-        if not all_live:
-            life.counters.voided_rows += len(slots) - int(np.count_nonzero(live))
+        column = result.slots
+        num_void = len(slots) - int(np.count_nonzero(live))
+        if num_void:
+            life.counters.voided_rows += num_void
             if counts is not None:
                 tokens = tokens[np.repeat(live, counts)]
                 counts = counts[live]
             else:
                 tokens = tokens[live]
             slots = slots[live]
-        if failed or not np.array_equal(slots, flight.slots):
+            column = slots.tobytes()
+        if failed or column != flight.column:
             self._check_complete(flight, slots, [row.slot for row in failed])
         if result.prompt_logprobs:
             self._forward_prompt_logprobs(result, flight)
         # Whose the tokens are must be known before ends empty their slots.
-        addresses = self._addresses(slots)
+        addresses = self._addresses(slots, column)
         if counts is None:
             self._append_one_each(slots, tokens, result, now)
         else:
@@ -82,7 +84,9 @@ class ResultReader:
         life.counters.output_tokens += len(tokens)
         life.outbox.close_step(result.step, addresses, tokens, counts)
 
-    def _columns(self, result: StepResult) -> tuple[Int32, Int32, Int32, Int32 | None]:
+    def _columns(
+        self, result: StepResult, flight: InFlight
+    ) -> tuple[Int32, Int32, Int32, Int32 | None]:
         slots, epochs = unpack_int32(result.slots), unpack_int32(result.epochs)
         tokens = unpack_int32(result.tokens)
         counts = unpack_int32(result.counts) if result.counts else None
@@ -94,9 +98,10 @@ class ResultReader:
         ):
             raise BrokenResult(f"step {result.step}: the result's columns do not fit together")
         # As unsigned numbers, negative ones are too large as well.
+        slots_known = result.slots == flight.column
         if len(slots) and (
-            slots.view(np.uint32).max() >= self._life.table.num_slots
-            or tokens.view(np.uint32).max() >= self._life.vocab_size
+            tokens.view(np.uint32).max() >= self._life.vocab_size
+            or not (slots_known or slots.view(np.uint32).max() < self._life.table.num_slots)
         ):
             raise BrokenResult(f"step {result.step}: a slot or a token is out of range")
         return slots, epochs, tokens, counts
@@ -111,14 +116,14 @@ class ResultReader:
                 f"the plan asked for {expected.tolist()[:20]}…"
             )
 
-    def _addresses(self, slots: Int32) -> Addresses:
+    def _addresses(self, slots: Int32, column: bytes) -> Addresses:
         """Return whose rows these are; the answer is kept while no row comes or goes."""
         table = self._life.table
         version, known, addresses = self._latest
-        if version != table.version or not np.array_equal(known, slots):
+        if version != table.version or known != column:
             names = self._life.clients.names
             addresses = Addresses(names, table.client[slots], table.key[slots])
-            self._latest = (table.version, slots, addresses)
+            self._latest = (table.version, column, addresses)
         return addresses
 
     # ---- tokens ---------------------------------------------------------------------------------

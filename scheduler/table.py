@@ -42,7 +42,7 @@ class BatchTable:
     - ``decode``: the worker computes this row in every step without being told.
     - ``client``, ``key``: whose the tokens are.
 
-    ``version`` changes whenever a slot is bound or left.
+    ``version`` changes whenever a slot is left: until then a slot's owner stays the same.
 
     ``tokens`` (num_slots × width) and ``block_table`` are allocated in full but only touched, and
     so only backed by memory, where sequences write.
@@ -92,7 +92,6 @@ class BatchTable:
         if sequence.stop_ids:
             mask |= TokenClass.STOP_ID
         self.stop_mask[slot] = mask
-        self.version += 1
         return slot
 
     def unbind(self, sequence: Sequence) -> None:
@@ -130,7 +129,7 @@ class BatchTable:
         self.held[slot] = held + len(blocks)
         self.room[slot] = self.held[slot] * self.block_size
 
-    def add_block_each(self, slots: Int32, blocks: list[int]) -> None:
+    def add_block_each(self, slots: Int32, blocks: Int32) -> None:
         """Append one block to the block table of each of ``slots``."""
         self.block_table[slots, self.held[slots]] = blocks
         self.held[slots] += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
@@ -22,8 +21,11 @@ from deepinfer.wire.steps import (
     WorkerReady,
 )
 
-DEATHS_ALLOWED = 3
-DEATH_WINDOW_S = 60.0
+DEATHS_ALLOWED = 6
+"""Workers that may die in a row, no step having ended between, before the engine is down.
+
+A request that kills its workers is found and ended before that (``scheduler.suspects``).
+"""
 STEP_LIMIT_S = 300.0
 """A step that computes for longer is taken as hung, though the process still answers."""
 
@@ -40,7 +42,8 @@ class WorkerLink:
     """One worker process and its socket.
 
     The callbacks are called from the actor's loop: ``on_ready``, ``on_result``, ``on_gone`` (it
-    died and another is starting) and ``on_down`` (it failed for good), the last two with a cause.
+    died, loaded or not, and another is starting) and ``on_down`` (it failed for good), the last two
+    with a cause.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class WorkerLink:
         self._on_result = on_result
         self._on_gone = on_gone
         self._on_down = on_down
-        self._deaths: deque[float] = deque(maxlen=DEATHS_ALLOWED)
+        self._ever_ready = False
+        self._barren_deaths = 0
         self._socket = bind_router(actor.context, self._endpoint)
         actor.add_socket(self._socket, self._receive)
         self._generation = 0
@@ -134,6 +138,7 @@ class WorkerLink:
         self._heard = time.monotonic()
         match message:
             case StepResult():
+                self._barren_deaths = 0
                 self._on_result(message)
             case WorkerHeartbeat():
                 self._busy_s = message.busy_s
@@ -141,6 +146,7 @@ class WorkerLink:
                 pass
             case WorkerReady():
                 self.state = WorkerState.READY
+                self._ever_ready = True
                 self._on_ready(message)
             case WorkerFailed():
                 self._bury(f"failed: {message.message}")
@@ -150,15 +156,13 @@ class WorkerLink:
         return self._heard > self._started
 
     def _bury(self, cause: str) -> None:
-        """The worker is dead or as good as dead: start another, unless deaths come too fast."""
-        was_ready = self.state is WorkerState.READY
+        """The worker is dead or as good as dead: start another, unless that leads nowhere."""
         self._child.kill()
-        now = time.monotonic()
-        self._deaths.append(now)
-        often = len(self._deaths) == DEATHS_ALLOWED and now - self._deaths[0] < DEATH_WINDOW_S
+        self._barren_deaths += 1
         cause = f"the device worker {cause}"
-        if often or not was_ready:
-            self._fail(cause)  # one that never got ready would not get ready the next time
+        # A first worker that does not get ready has a reason that the next one would have too.
+        if self._barren_deaths > DEATHS_ALLOWED or not self._ever_ready:
+            self._fail(cause)
             return
         self.restarts += 1
         self._on_gone(cause)

@@ -1,4 +1,4 @@
-"""A request's result does not depend on its company: batches, chunks, cache, preemption, penalties."""
+"""A request's result does not depend on its company: batch, chunks, cache, preemption."""
 
 from __future__ import annotations
 

@@ -307,6 +307,16 @@ def test_attention_is_bitwise_the_same_in_any_cut_and_company(
             done[s] = last
 
 
+def test_a_batch_takes_arrays_of_any_layout_and_keeps_those_that_fit():
+    good = np.arange(4, dtype=np.int32)
+    frozen = np.frombuffer(good.tobytes(), np.int32)
+    tables = np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2]
+    batch = RaggedBatch(good, frozen, good, good, good, tables, good[:0])
+    assert batch.token_ids is good
+    for held, brought in ((batch.positions, frozen), (batch.block_tables, tables)):
+        assert held.dtype == np.int32 and held.flags.carray and (held == brought).all()
+
+
 def test_the_cache_takes_the_bytes_it_says():
     for block_size, dim in ((1, 8), (16, 64), (20, 80)):
         cache = KVCache(3, 7, block_size, 2, dim, "bfloat16")

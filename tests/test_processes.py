@@ -278,19 +278,21 @@ async def test_a_client_goes_on_with_the_next_scheduler_and_learns_when_there_is
     folder, tmp_path
 ) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
-    async with AsyncEngine(folder.args(endpoint=endpoint)) as engine:
-        async with Client(endpoint, silence_limit_s=2) as client:
-            got = []
-            async for out in client.generate([3, 4, 5], SHORT):
-                got.append(out.token_id)
-                if len(got) == 3:
-                    process_of("deepinfer.scheduler").kill()
-            assert got == folder.reference([3, 4, 5], 20)
-            stream = client.generate([1, 2], LONG)
-            await anext(stream)
-            await engine.stop()
-            outs = [out async for out in stream]
-            assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "shutdown")
-            async with asyncio.timeout(60):
-                with pytest.raises(EngineDownError, match="no word"):
-                    await ids(client, [1], SHORT)
+    async with (
+        AsyncEngine(folder.args(endpoint=endpoint)) as engine,
+        Client(endpoint, silence_limit_s=2) as client,
+    ):
+        got = []
+        async for out in client.generate([3, 4, 5], SHORT):
+            got.append(out.token_id)
+            if len(got) == 3:
+                process_of("deepinfer.scheduler").kill()
+        assert got == folder.reference([3, 4, 5], 20)
+        stream = client.generate([1, 2], LONG)
+        await anext(stream)
+        await engine.stop()
+        outs = [out async for out in stream]
+        assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "shutdown")
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineDownError, match="no word"):
+                await ids(client, [1], SHORT)

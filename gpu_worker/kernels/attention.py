@@ -36,7 +36,7 @@ from deepinfer.gpu_worker.kernels.micro_kernel import (
     zero_5x1,
     zero_6x1,
 )
-from deepinfer.gpu_worker.kernels.settings import JIT
+from deepinfer.gpu_worker.kernels.settings import INNER, JIT
 from deepinfer.gpu_worker.kernels.vectors import (
     LANES,
     add16,
@@ -61,7 +61,7 @@ _TILE_ROWS = 30
 _LOWEST = np.float32(-1e30)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _scores(queries, keys, at, ahead, dim, scores, target, stride, rows):
     """Scores of all query rows against one lane group of keys."""
     done = 0
@@ -85,7 +85,7 @@ def _scores(queries, keys, at, ahead, dim, scores, target, stride, rows):
         done += size
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _scores_of_two(queries, keys, at, gap, ahead, skew, dim, scores, o, stride, size):
     """Scores of 1 to 3 query rows against two lane groups, ``gap`` apart.
 
@@ -99,7 +99,7 @@ def _scores_of_two(queries, keys, at, gap, ahead, skew, dim, scores, o, stride, 
         zero_1x2(queries, 0, dim, keys, at, gap, LANES, ahead, skew, dim, scores, o, stride)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _block_and_later(block_tables, slot, position, end, block_size):
     """The block of ``position``, and the one to fetch while it is in use.
 
@@ -112,7 +112,7 @@ def _block_and_later(block_tables, slot, position, end, block_size):
     )
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _score_span(
     queries, dim, rows,
     keys, key_size, kv_heads, kv_head,
@@ -143,7 +143,7 @@ def _score_span(
             i += 1
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _weighted_values(weights, at, stride, values, v, ahead, dim, count, sums, rows):
     """Add ``count`` values, weighted, to the sums of all query rows; ``dim`` is padded."""
     if rows <= 3:
@@ -187,7 +187,7 @@ def _weighted_values(weights, at, stride, values, v, ahead, dim, count, sums, ro
         done += size
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _softmax_span(scores, at, count, first, last, peaks, totals, sums, row, padded):
     """Turn one row's scores of a span into weights, and rescale what the row has summed so far.
 
@@ -229,7 +229,7 @@ def _softmax_span(scores, at, count, first, last, peaks, totals, sums, row, padd
     store16(totals, row * LANES, total)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _attention_unit(arguments, unit):
     (
         qkv, keys, values, positions, slots, block_tables, tiles, scale, window, block_size, out,

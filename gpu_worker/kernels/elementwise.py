@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from deepinfer.gpu_worker.kernels.fork_join import fork_join
-from deepinfer.gpu_worker.kernels.settings import JIT
+from deepinfer.gpu_worker.kernels.settings import INNER, JIT
 from deepinfer.gpu_worker.kernels.vectors import (
     LANES,
     add16,
@@ -39,7 +39,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
 _UNIT_ELEMENTS = 16384
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _load_tail(x, at, count, other):
     """The last ``count`` < 16 elements of a row as a vector, ``other`` in the lanes behind them."""
     lanes = np.empty(LANES, np.float32)
@@ -48,7 +48,7 @@ def _load_tail(x, at, count, other):
     return load16(lanes, 0)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def inverse_rms(x, at, count, eps):
     """``1 / sqrt(mean(x**2) + eps)`` of ``count`` elements from flat offset ``at``."""
     squares = splat16(np.float32(0))
@@ -63,7 +63,7 @@ def inverse_rms(x, at, count, eps):
     return np.float32(1) / np.float32(math.sqrt(mean + np.float32(eps)))
 
 
-@njit(**JIT)
+@njit(**INNER)
 def scale_row(x, at, count, scale, weight, out, out_at):
     """``out = x * scale * weight`` for one row."""
     factor = splat16(scale)
@@ -76,7 +76,7 @@ def scale_row(x, at, count, scale, weight, out, out_at):
         store_scalar(out, out_at + i, value)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _rms_norm_unit(arguments, unit):
     x, weight, eps, out, rows = arguments
     total, width = x.shape
@@ -93,7 +93,7 @@ def rms_norm(control, x, weight, eps, out):
     fork_join(control, _rms_norm_unit, (x, weight, eps, out, rows), -(-total // rows))
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _silu_mul_unit(arguments, unit):
     gate_up, out, rows = arguments
     total, width = out.shape
@@ -135,7 +135,7 @@ def take_rows(x, index, out):
             out[i, k] = x[index[i], k]
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _softmax_stats_unit(arguments, row):
     logits, largest, log_sum = arguments
     width = logits.shape[1]

@@ -26,7 +26,7 @@ from deepinfer.gpu_worker.kernels.micro_kernel import (
     bias_6x1,
     partial_1x1,
 )
-from deepinfer.gpu_worker.kernels.settings import JIT
+from deepinfer.gpu_worker.kernels.settings import INNER, JIT
 from deepinfer.gpu_worker.kernels.vectors import LANES, load_scalar
 
 # Bytes of x that a unit goes through again and again: they should stay in the L2 cache.
@@ -58,7 +58,7 @@ def gather_rows(panels, ids, out):
             out[t, k] = load_scalar(panels, at + k * LANES)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _row_block(x, x_at, panels, panel, out, out_at, bias, add, rows, columns):
     """``rows`` (1 to 6) rows times one panel, of which ``columns`` exist."""
     depth = panels.shape[1]
@@ -104,7 +104,7 @@ def _row_block(x, x_at, panels, panel, out, out_at, bias, add, rows, columns):
         )  # fmt: skip
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _few_rows(x, panels, first, last, out, bias, add):
     """1 to 3 rows times panels ``first`` … ``last - 1``.
 
@@ -150,7 +150,7 @@ def _few_rows(x, panels, first, last, out, bias, add):
         p += 1
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _linear_unit(arguments, unit):
     x, panels, out, bias, add, chunk, width = arguments
     rows, depth = x.shape

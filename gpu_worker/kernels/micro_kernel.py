@@ -38,7 +38,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
     same,
 )
 
-_UNROLL = 4
+_UNROLL = 2
 
 
 def _index(value: int) -> ir.Constant:

@@ -10,14 +10,14 @@ from numba import njit
 
 from deepinfer.gpu_worker.kernels.elementwise import inverse_rms, scale_row
 from deepinfer.gpu_worker.kernels.fork_join import fork_join
-from deepinfer.gpu_worker.kernels.settings import JIT
+from deepinfer.gpu_worker.kernels.settings import INNER, JIT
 from deepinfer.gpu_worker.kernels.vectors import LANES, store_scalar
 
 # Elements of qkv a unit handles.
 _UNIT_ELEMENTS = 16384
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _rotate(qkv, token, at, half, cos, sin, position):
     """Rotate one head in place, dimension i with i + D/2."""
     for i in range(half):
@@ -27,7 +27,7 @@ def _rotate(qkv, token, at, half, cos, sin, position):
         qkv[token, at + half + i] = second * cos[position, i] + first * sin[position, i]
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _row_of(q_start, token):
     """The row that owns a token: the last one that starts at or before it."""
     low = 0
@@ -41,7 +41,7 @@ def _row_of(q_start, token):
     return low
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _rope_unit(arguments, unit):
     (
         qkv, keys, values, positions, q_start, slots, block_tables,

@@ -6,6 +6,7 @@ import hashlib
 import os
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
 def _source_digest() -> str:
@@ -28,5 +29,8 @@ def _cache_folder() -> Path:
 # Where the folder cannot be written numba falls back to one it finds for itself.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(_cache_folder()))
 
-JIT = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
+JIT: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 """Options of every compiled function. Never fastmath: it would let sums change their order."""
+
+INNER = {**JIT, "cache": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Options of functions that only compiled ones call; their code is cached with the caller's."""

@@ -396,7 +396,24 @@ class CoreDriver:
         """Return what the request says when it is alone."""
         return reference(request.prompt, request.params, self.max_model_len, self.cache_tokens)
 
+    def hold_alone(self, request: Request) -> None:
+        """Assert that the request ended as it does when it is alone, with the same tokens."""
+        alone = self.expected(request)
+        assert request.end is not None, f"{request.request_id} has no end"
+        assert request.output == alone.tokens
+        assert (request.end.status, request.end.detail) == (alone.status, alone.detail)
+
     # ---- the worker -----------------------------------------------------------------------------
+
+    def evict(self, request: Request) -> bool:
+        """Preempt a request by recompute, wherever it is; return whether it held a slot."""
+        life = self.core._life
+        sequence = life.clients.find(request.client, request.key)
+        if sequence is None or sequence.slot < 0 or not life.table.known[sequence.slot]:
+            return False
+        life.preempt(sequence, self.now, by="test", why="asked to", recompute=True)
+        self.check()
+        return True
 
     def plan(self) -> StepPlan | None:
         """Let the core plan a step and the worker execute it; the result waits in ``results``."""

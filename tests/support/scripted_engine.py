@@ -52,9 +52,7 @@ class ScriptedFolder:
         )
 
     def args(self, **fields: Any) -> EngineArgs:
-        return EngineArgs(
-            model=str(self.path), worker_module="support.scripted_worker", **fields
-        )
+        return EngineArgs(model=str(self.path), worker_module="support.scripted_worker", **fields)
 
     def reference(self, prompt: list[int], max_tokens: int) -> list[int]:
         """Greedy outputs of a prompt, up to and with the first EOS."""
