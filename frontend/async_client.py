@@ -225,6 +225,10 @@ class AsyncClient:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._alarm.wait(), _HEARTBEAT_S)
             self._alarm.clear()
+            # Where the app kept the loop busy, what came meanwhile must count before silence does.
+            self._connection.drain()
+            if self._dead:
+                return
             cause = self._cause_of_death(time.monotonic() - self._connection.last_heard)
             if cause:
                 self._lose(cause)
@@ -238,7 +242,6 @@ class AsyncClient:
     def _lose(self, cause: str) -> None:
         """The scheduler is gone: connect to another, unless that failed too often."""
         assert self._connection is not None
-        self._connection.drain()  # what it said before it went still counts
         self._losses += 1
         if self._session is None or self._dead or self._losses > LOSSES_ALLOWED:
             self._fail(cause)

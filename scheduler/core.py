@@ -6,7 +6,7 @@ No sockets, no clock, no randomness: the same inputs give the same decisions, so
 
 from __future__ import annotations
 
-from deepinfer.scheduler.ends import ABORT_RULES, Ending
+from deepinfer.scheduler.ends import ABORT_RULES, GONE_RULES, Ending
 from deepinfer.scheduler.intake import BadRequest, check_request
 from deepinfer.scheduler.invariants import check
 from deepinfer.scheduler.lifecycle import Lifecycle
@@ -64,9 +64,9 @@ class Core:
                 raise TypeError(f"the core does not handle {type(message).__name__}")
 
     def client_gone(self, client: bytes, rule: str, now: float) -> None:
-        """End all requests of a client: ``client_abort`` or ``disconnect``."""
+        """End all requests of a client; ``rule`` is one of ``GONE_RULES``."""
         for sequence in self._life.clients.of(client):
-            self._life.end(sequence, ABORT_RULES[rule], now)
+            self._life.end(sequence, GONE_RULES[rule], now)
 
     def outbox(self) -> list[tuple[bytes, OutputBatch | Refused]]:
         """Return what is to be sent, by client, and forget it."""

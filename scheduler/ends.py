@@ -25,14 +25,15 @@ class Ending(Enum):
     )
     MAX_TOKENS = (Status.FINISHED_LENGTH_CAPPED, "max_tokens", "max_tokens outputs")
     CLIENT_ABORT = (Status.FINISHED_ABORTED, "client_abort", "its client aborted it")
-    DISCONNECT = (
-        Status.FINISHED_ABORTED,
-        "disconnect",
-        "its consumer or its client went away, or read too slowly",
-    )
+    DISCONNECT = (Status.FINISHED_ABORTED, "disconnect", "its client went away or fell silent")
+    SLOW_READER = (Status.FINISHED_ABORTED, "slow_reader", "its client did not read its outputs")
     DEADLINE = (Status.FINISHED_ABORTED, "deadline", "timeout_ms passed since its arrival")
     SHUTDOWN = (Status.FINISHED_ABORTED, "shutdown", "the engine shuts down")
-    WORKER_FAILED = (Status.FINISHED_ABORTED, "worker_failed", "the device worker is gone for good")
+    WORKER_FAILED = (
+        Status.FINISHED_ABORTED,
+        "worker_failed",
+        "it killed its device workers, or there is none any more",
+    )
     ROW_FAILED = (Status.FINISHED_ABORTED, "row_failed", "its row alone failed on the worker")
     PREEMPTED = (
         Status.FINISHED_PREEMPTED,
@@ -72,6 +73,9 @@ class Ending(Enum):
 
 ABORT_RULES = {"client_abort": Ending.CLIENT_ABORT, "disconnect": Ending.DISCONNECT}
 """What a client may name in ``Abort.rule``."""
+
+GONE_RULES = {"disconnect": Ending.DISCONNECT, "slow_reader": Ending.SLOW_READER}
+"""Why a client counts as gone."""
 
 
 class StopRules:

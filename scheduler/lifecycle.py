@@ -19,6 +19,7 @@ from deepinfer.scheduler.prefix_cache import PrefixCache
 from deepinfer.scheduler.queues import WaitingQueue
 from deepinfer.scheduler.sequence import Sequence, Status
 from deepinfer.scheduler.story import StoryShelf
+from deepinfer.scheduler.suspects import find_culprit
 from deepinfer.scheduler.table import BatchTable, TokenClass, UInt8
 from deepinfer.wire.columns import Int32
 from deepinfer.wire.config import EngineArgs
@@ -278,6 +279,7 @@ class Lifecycle:
         This is the recompute preemption of all at once, whatever the policy. It is no preemption
         in the counters: nobody was short of anything.
         """
+        culprit = find_culprit(self._rows_of_current_step(), self._progress)
         for sequence in self.table.bound():
             sequence.story.tell(
                 now, "worker_restart", cause=cause, results_voided=self._in_flight(sequence)
@@ -291,6 +293,8 @@ class Lifecycle:
         self.counters.worker_restarts += 1
         self.in_flight.clear()
         self.ready = False
+        if culprit is not None:
+            self.end(culprit, Ending.WORKER_FAILED, now, message=cause)
 
     # ---- out ------------------------------------------------------------------------------------
 
@@ -372,6 +376,7 @@ class Lifecycle:
     def first_token(self, sequence: Sequence, now: float) -> None:
         """A row got its first token since it was admitted: its counters may have changed."""
         self.table.look_at[sequence.slot] = self.table.max_length[sequence.slot]
+        sequence.strikes = 0
         first_ever = int(self.table.length[sequence.slot]) == sequence.num_prompt + 1
         sequence.story.tell(now, "first_token" if first_ever else "continued")
         self.outbox.note(
@@ -418,6 +423,23 @@ class Lifecycle:
         if table.sure[slot]:
             return int(table.length[slot]) - 1
         return int(table.computed[slot])
+
+    def _rows_of_current_step(self) -> list[Sequence]:
+        """Return the sequences of the step that the worker is in: the oldest without a result."""
+        flight = next(iter(self.in_flight.values()), None)
+        if flight is None:
+            return []
+        rows = dict(zip(flight.slots.tolist(), flight.epochs.tolist(), strict=True)) | flight.chunks
+        table = self.table
+        return [table.at(slot) for slot, epoch in rows.items() if table.epoch[slot] == epoch]
+
+    def _progress(self, sequence: Sequence) -> int:
+        """Count the positions that the latest step of a sequence computes, or was to compute.
+
+        A row that died decoding is at the same place when its recompute dies with its last chunk.
+        """
+        table, slot = self.table, sequence.slot
+        return int(table.length[slot] if table.sure[slot] else table.computed[slot])
 
     def _in_flight(self, sequence: Sequence) -> int:
         """Count the steps in flight that compute this sequence."""

@@ -7,6 +7,7 @@ import numpy as np
 from deepinfer.scheduler.lifecycle import InFlight, Lifecycle
 from deepinfer.scheduler.queues import MAX_PREFILLING, split_budget
 from deepinfer.scheduler.sequence import Sequence
+from deepinfer.scheduler.suspects import is_suspected
 from deepinfer.scheduler.victims import memory_victim, priority_victims
 from deepinfer.wire.columns import Int32, pack_int32
 from deepinfer.wire.steps import RowAdmit, StepPlan
@@ -120,6 +121,8 @@ class Planner:
         while (head := life.queue.head()) is not None and table.free_slots:
             full = len(life.prefilling) >= MAX_PREFILLING and wanted >= budget
             if full and self._is_full_before(head, budget):
+                break
+            if is_suspected(head) and any(map(is_suspected, table.bound())):
                 break
             cached = life.cached_blocks(head)
             if life.missing_blocks(head, cached) > life.pool.available:

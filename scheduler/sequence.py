@@ -101,6 +101,8 @@ class Sequence:
         "status",
         "stop_ids",
         "story",
+        "strikes",
+        "struck_at",
         "tokens",
         "waited_s",
     )
@@ -155,6 +157,9 @@ class Sequence:
         self.num_preemptions = 0
         self.num_restarts = 0
         self.recomputed_tokens = 0
+        # Deaths of workers that computed it without getting further, and where it stood then.
+        self.strikes = 0
+        self.struck_at = -1
         # Positions that were computed when the sequence last lost its blocks: what of them the
         # prefix cache does not give back has to be recomputed.
         self.computed_before = 0

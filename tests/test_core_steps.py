@@ -295,3 +295,52 @@ def test_the_same_inputs_give_the_same_decisions() -> None:
         return [*engine.plans, *(request.end for request in engine.requests.values())]
 
     assert trace() == trace()
+
+
+# ---- workers that die ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("others", [0, 1, 5])
+def test_a_request_that_kills_its_workers_ends_alone(others: int, overlap: bool) -> None:
+    engine = driver(async_scheduling=overlap)
+    company = [engine.add([9 + i] * (3 + 5 * i), greedy(12)) for i in range(others)]
+    poison = engine.add([3, 4, 5, 6], greedy(40))
+    deaths = 0
+    for _ in range(400):
+        if poison.end is not None:
+            break
+        engine.plan()
+        if len(poison.tokens) >= 5 and computes(engine, poison):
+            deaths += 1
+            engine.kill_worker()
+        elif engine.results:
+            engine.deliver()
+    assert poison.end is not None
+    assert poison.end.detail == "worker_failed"
+    assert deaths == (3 if others else 2)
+    engine.run()
+    for request in company:
+        engine.hold_alone(request)
+
+
+def test_a_worker_that_dies_now_and_then_accuses_nobody() -> None:
+    engine = driver()
+    requests = [engine.add([9 + i] * (3 + 5 * i), greedy(30)) for i in range(6)]
+    for turn in range(400):
+        engine.plan()
+        if turn % 17 == 16:
+            engine.kill_worker()
+        elif engine.results:
+            engine.deliver()
+    engine.run()
+    for request in requests:
+        engine.hold_alone(request)
+
+
+def computes(engine: CoreDriver, request: Request) -> bool:
+    """Whether the worker's current step computes the request."""
+    return any(
+        (sequence.client, sequence.key) == (request.client, request.key)
+        for sequence in engine.core._life._rows_of_current_step()
+    )

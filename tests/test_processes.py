@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -73,15 +74,31 @@ async def test_a_worker_that_hangs_counts_as_dead(folder) -> None:
         assert got == folder.reference([3, 4, 5], 20)
 
 
-async def test_a_request_that_kills_every_worker_ends_with_an_error_not_a_hang(tmp_path) -> None:
-    folder = ScriptedFolder(tmp_path / "model", poison=200)
+async def test_a_request_that_kills_its_workers_ends_alone(tmp_path) -> None:
+    folder = ScriptedFolder(tmp_path / "model", poison=200, step_ms=5)
+    async with AsyncEngine(folder.args(stop_preempted_request=False)) as engine:
+        others = [asyncio.create_task(ids(engine, [i, 7], SHORT)) for i in range(3, 6)]
+        [out] = [out async for out in engine.generate([200, 1], SHORT)]
+        assert (out.finish_reason, out.finish_detail) == ("abort", "worker_failed")
+        assert "SIGKILL" in out.error
+        for i, other in enumerate(others, start=3):
+            assert await other == folder.reference([i, 7], 20)
+        assert (await engine.health())["ok"]
+        assert await ids(engine, [1, 2], SHORT) == folder.reference([1, 2], 20)
+
+
+async def test_workers_that_die_without_end_bring_an_error_not_a_hang(folder) -> None:
     async with AsyncEngine(folder.args()) as engine:
-        outs = [out async for out in engine.generate([200, 1], SHORT)]
-        assert [out.finished for out in outs] == [True]
-        assert outs[0].finish_detail == "worker_failed"
-        assert "SIGKILL" in outs[0].error
+        stream = engine.generate([3, 4, 5], LONG)
+        await anext(stream)
+        # From now on no worker gets ready.
+        folder.path.joinpath("scripted.json").write_text("not json")
+        process_of("support.scripted_worker").kill()
+        async with asyncio.timeout(60):
+            outs = [out async for out in stream]
+        assert (outs[-1].finished, outs[-1].finish_detail) == (True, "worker_failed")
         assert not (await engine.health())["ok"]
-        with pytest.raises(EngineDownError, match="SIGKILL"):
+        with pytest.raises(EngineDownError, match="device worker"):
             await ids(engine, [1, 2], SHORT)
 
 
@@ -123,6 +140,17 @@ def test_llm_engine_replaces_a_lost_scheduler(folder) -> None:
         while engine.has_unfinished_requests():
             got += [out.token_id for out in engine.step()]
         assert got == folder.reference([3, 4, 5], 20)
+
+
+async def test_an_app_that_blocks_its_loop_does_not_take_the_engine_for_dead(folder) -> None:
+    async with AsyncEngine(folder.args(heartbeat_timeout_s=1)) as engine:
+        scheduler = process_of("deepinfer.scheduler")
+        stream = engine.generate([3, 4, 5], SHORT)
+        got = [(await anext(stream)).token_id]
+        time.sleep(3)  # the app computes something itself
+        got += [out.token_id async for out in stream]
+        assert got == folder.reference([3, 4, 5], 20)
+        assert process_of("deepinfer.scheduler").pid == scheduler.pid
 
 
 async def test_a_model_that_cannot_be_loaded_says_why_at_the_start(tmp_path) -> None:
