@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deepinfer.frontend.llm_engine import LLMEngine
@@ -78,6 +79,7 @@ class LLM:
     ) -> list[Completion]:
         prepared = self._prepare(prompts, sampling_params)
         batch = _Batch(uuid.uuid4().hex[:12], prepared)
+        console = Console(stderr=True)
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -85,7 +87,8 @@ class LLM:
             TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
             transient=True,
-            disable=not progress,
+            console=console,
+            disable=not progress or not console.is_terminal,
         )
         try:
             with bar:

@@ -1,0 +1,51 @@
+"""The examples and the README's programs run as they stand, on the real model."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepinfer import AsyncEngine, EngineArgs
+
+ROOT = Path(__file__).parent.parent
+pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.slow]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_embed(smollm2_folder) -> None:
+    assert "Paris" in run(str(ROOT / "examples" / "embed.py"))
+
+
+def test_batch(smollm2_folder) -> None:
+    lines = run(str(ROOT / "examples" / "batch.py")).splitlines()
+    assert [line.startswith(("The sea is", "Once upon a time")) for line in lines] == [True, True]
+    assert all("nats" in line for line in lines)
+
+
+async def test_client_and_the_readme_programs(smollm2_folder, tmp_path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine"
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    async with AsyncEngine(EngineArgs(model=str(smollm2_folder), endpoint=endpoint)):
+        told = await asyncio.to_thread(run, str(ROOT / "examples" / "client.py"), endpoint)
+        assert "[stop: eos]" in told or "[length: max_tokens]" in told
+        assert "first_token" in told
+        program = tmp_path / "readme_client.py"
+        program.write_text(blocks[2].replace("tcp://127.0.0.1:5757", endpoint))
+        assert await asyncio.to_thread(run, str(program))
+    for number, expected in ((0, "Paris"), (1, " ")):
+        program = tmp_path / f"readme_{number}.py"
+        program.write_text(blocks[number])
+        assert expected in await asyncio.to_thread(run, str(program))
