@@ -6,7 +6,7 @@ PROMPT ?= What is the capital of France?
 
 .PHONY: run test check venv clean
 
-run: venv ## one real completion, streamed to the terminal
+run: $(VENV)/installed ## one real completion, streamed to the terminal
 	$(BIN)/deepinfer run "$(PROMPT)"
 
 test: venv ## all tests
@@ -18,13 +18,16 @@ check: venv ## style, types and import contracts
 	rm -rf build
 	$(BIN)/pip install --quiet --no-deps --target build/installed .
 	MYPYPATH=build/installed $(BIN)/mypy -p deepinfer
-	$(BIN)/lint-imports
+	cd build/installed && ../../$(BIN)/lint-imports --config ../../pyproject.toml
 
 venv: $(VENV)/ready ## .venv with the project and what its tests need
 
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/ready: $(VENV)/installed
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[test]"
 	touch $@
 

@@ -161,6 +161,16 @@ async def test_a_model_that_cannot_be_loaded_says_why_at_the_start(tmp_path) -> 
     assert not engine_processes()
 
 
+async def test_files_of_the_apps_folder_do_not_pass_for_modules(
+    folder, tmp_path, monkeypatch
+) -> None:
+    for name in ("queue", "zmq", "numpy", "deepinfer"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    async with AsyncEngine(folder.args()) as engine:
+        assert await ids(engine, [1, 2], SHORT) == folder.reference([1, 2], 20)
+
+
 async def test_nothing_is_left_after_a_clean_stop(folder) -> None:
     async with AsyncEngine(folder.args()) as engine:
         await ids(engine, [1, 2], SHORT)

@@ -25,6 +25,7 @@ import msgspec
 _HEADER = struct.Struct("<I")
 _MAX_CONFIG_BYTES = 1 << 20
 _LIFELINE_FD = 0
+_STDERR_FD = 2
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -34,8 +35,9 @@ class Child:
 
     def __init__(self, module: str, config: msgspec.Struct) -> None:
         self.module = module
+        # -P: a file of the app's folder that is named like a module must not take its place.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=sys.stderr.fileno()
+            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=_STDERR_FD
         )
         frame = msgspec.msgpack.encode(config)
         assert self._process.stdin is not None

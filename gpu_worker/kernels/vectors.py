@@ -7,7 +7,7 @@ bfloat16.
 """
 
 # Compiled functions are typed by numba, for the arrays they are called with.
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="call-arg,var-annotated"
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="call-arg,var-annotated,misc"
 
 from __future__ import annotations
 
