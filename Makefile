@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= What is the capital of France?
+# Through the environment, as pasted into the recipe its quotes and dollars would be the shell's.
+export PROMPT
 
 .PHONY: run test check venv clean
 
 run: $(VENV)/installed ## one real completion, streamed to the terminal
-	$(BIN)/deepinfer run "$(PROMPT)"
+	$(BIN)/deepinfer run -- "$$PROMPT"
 
 test: venv ## all tests
 	$(BIN)/python -m pytest
@@ -23,11 +25,13 @@ check: venv ## style, types and import contracts
 venv: $(VENV)/ready ## .venv with the project and what its tests need
 
 $(VENV)/installed: pyproject.toml constraints.txt
+	@echo "Installing deepinfer and its packages (numba, tokenizers, …) into $(VENV): a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e .
 	touch $@
 
 $(VENV)/ready: $(VENV)/installed
+	@echo "Installing what the tests need (PyTorch, transformers, …) into $(VENV): a few minutes."
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[test]"
 	touch $@
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepinfer.frontend.client import Client
     from deepinfer.frontend.engine import AsyncEngine
+    from deepinfer.frontend.errors import EngineBusyError, EngineDownError, EngineError
     from deepinfer.frontend.llm import LLM
     from deepinfer.frontend.llm_engine import LLMEngine
     from deepinfer.frontend.outputs import Completion, RequestOutput
@@ -22,6 +23,9 @@ _HOME = {
     "Client": "deepinfer.frontend.client",
     "Completion": "deepinfer.frontend.outputs",
     "EngineArgs": "deepinfer.wire.config",
+    "EngineBusyError": "deepinfer.frontend.errors",
+    "EngineDownError": "deepinfer.frontend.errors",
+    "EngineError": "deepinfer.frontend.errors",
     "LLM": "deepinfer.frontend.llm",
     "LLMEngine": "deepinfer.frontend.llm_engine",
     "RequestOutput": "deepinfer.frontend.outputs",
@@ -33,6 +37,9 @@ __all__ = [
     "Client",
     "Completion",
     "EngineArgs",
+    "EngineBusyError",
+    "EngineDownError",
+    "EngineError",
     "LLMEngine",
     "RequestOutput",
     "SamplingParams",

@@ -78,14 +78,10 @@ class AsyncClient:
 
     async def stop(self) -> None:
         """Disconnect. Open requests end with an error here and are aborted in the engine."""
-        if self._starting is not None and not self._starting.done():
+        if self._starting is not None:
             self._starting.cancel()
-        if self._beating is not None:
-            self._beating.cancel()
-        self._fail("the client was closed")
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._close("the client was closed")
 
     async def __aenter__(self) -> Self:
         try:
@@ -211,11 +207,21 @@ class AsyncClient:
             if (Path(path) / "tokenizer.json").is_file():
                 tokenizer = Tokenizer.from_folder(path)
             self._session = Session(welcome.info, tokenizer, self._seed)
-        except EngineDownError as error:
-            self._dead = str(error)
+        except BaseException as error:
+            if self._connection is not None:
+                await self._close(str(error) or "the start was cancelled")
             raise
         finally:
             self._starting = None
+
+    async def _close(self, cause: str) -> None:
+        """Leave nothing behind; everyone who still waits learns why."""
+        if self._beating is not None:
+            self._beating.cancel()
+        self._fail(cause)
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     async def _beat(self) -> None:
         """Say hello until welcomed, then send a heartbeat every second, and watch the engine."""

@@ -15,6 +15,7 @@ from deepinfer.frontend.errors import EngineDownError
 from deepinfer.frontend.model_cache import cache_home
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import StoryEvent
+from deepinfer.wire.sockets import check_endpoint
 
 _CHECK_S = 0.5
 _ANSWER_S = 5.0
@@ -65,8 +66,15 @@ async def _serve(args: EngineArgs, on_ready: Callable[[], None]) -> None:
 def fetch_story(endpoint: str, request_id: str) -> list[StoryEvent]:
     """Ask the engine at ``endpoint`` what happened to a request.
 
-    ``ValueError`` when it does not know the request, ``EngineDownError`` when nobody answers.
+    ``ValueError`` when it does not know the request, ``EngineDownError`` when nobody answers: at
+    once for an ipc endpoint where nobody listens, else after a few seconds.
     """
+    check_endpoint(endpoint)
+    nobody = EngineDownError(
+        f"no engine answers at {endpoint}; start one with `deepinfer engine --endpoint {endpoint}`"
+    )
+    if endpoint.startswith("ipc://") and not _listens(endpoint):
+        raise nobody
 
     async def ask() -> list[StoryEvent]:
         async with Client(endpoint, silence_limit_s=_ANSWER_S) as client:
@@ -76,6 +84,8 @@ def fetch_story(endpoint: str, request_id: str) -> list[StoryEvent]:
         return asyncio.run(ask())
     except KeyError as error:
         raise ValueError(str(error.args[0])) from None
+    except EngineDownError:
+        raise nobody from None
 
 
 def _check_free(endpoint: str) -> None:
@@ -84,11 +94,18 @@ def _check_free(endpoint: str) -> None:
     if scheme != "ipc":
         return
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    if _listens(endpoint):
+        raise ValueError(f"endpoint {endpoint} is in use by another engine")
+
+
+def _listens(endpoint: str) -> bool:
+    """Whether somebody listens on an ipc endpoint; ``ValueError`` when it cannot be used."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
-            probe.connect(path)
+            probe.connect(endpoint.removeprefix("ipc://"))
         except (FileNotFoundError, ConnectionRefusedError):
-            return
+            return False
         except OSError as error:
-            raise ValueError(f"endpoint {endpoint} cannot be used: {error.strerror}") from None
-    raise ValueError(f"endpoint {endpoint} is in use by another engine")
+            reason = error.strerror or error
+            raise ValueError(f"endpoint {endpoint} cannot be used: {reason}") from None
+    return True

@@ -7,6 +7,8 @@ error record that names it; the others go on.
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,7 +54,7 @@ class BatchFile:
     def run(self, source: IO[bytes], target: IO[bytes], on_progress: Callable[[], None]) -> None:
         """Answer every line of ``source``; results are written as soon as their turn comes.
 
-        ``EngineError`` when the engine is gone; what was written until then stays.
+        ``EngineError`` when the engine is gone; ``target`` holds what was answered until then.
         """
         limit = min(_MAX_RUNNING, self._engine.args.max_queue_len)
         lines = self._read(source)
@@ -136,7 +138,40 @@ class BatchFile:
         target.flush()
 
 
-def count_lines(path: Path) -> int:
-    """How many lines of ``path`` hold a request."""
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+def count_lines(source: IO[bytes]) -> int | None:
+    """How many lines hold a request; ``None`` for a pipe, which can be read only once."""
+    if not source.seekable():
+        return None
+    count = sum(1 for line in source if line.strip())
+    source.seek(0)
+    return count
+
+
+@contextlib.contextmanager
+def replaced_at_end(target: Path, source: Path) -> Iterator[IO[bytes]]:
+    """A file ``TARGET.partial`` to write, which takes the place of ``target`` when all went well.
+
+    When it did not, ``target`` is as it was and the partial file stays if it holds anything: the
+    answers in it were paid for. A target that is no regular file (a terminal, a pipe) is written
+    directly. ``ValueError`` when writing would overwrite ``source``.
+    """
+    if target.exists() and not target.is_file():
+        with target.open("wb") as file:
+            yield file
+        return
+    # The file itself is replaced, and not a link to it.
+    target = target.resolve()
+    partial = target.with_name(target.name + ".partial")
+    for path in (target, partial):
+        if path.exists() and path.samefile(source):
+            raise ValueError(f"target {target} would overwrite the source {source}")
+    try:
+        with partial.open("wb") as file:
+            if target.exists():
+                shutil.copymode(target, partial)
+            yield file
+        partial.replace(target)
+    except BaseException:
+        if partial.is_file() and partial.stat().st_size == 0:
+            partial.unlink()
+        raise

@@ -35,6 +35,24 @@ System = Annotated[str | None, typer.Option(help="System message of the chat.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results, no progress.")]
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from deepinfer import __version__
+
+        typer.echo(f"deepinfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options of the program itself; its help is the app's."""
+
+
 def main() -> None:
     """Run the command line; errors are one line on stderr and status 2 (bad input) or 1."""
     from deepinfer.frontend.errors import EngineError
@@ -92,23 +110,22 @@ def run(
     params = _params(max_tokens, temperature, top_p, stop)
     _bring_model(args, quiet)
     from deepinfer.frontend.llm_engine import LLMEngine
-    from deepinfer.frontend.terminal import Terminal, summary
+    from deepinfer.frontend.terminal import Terminal
 
     with LLMEngine(args) as engine:
         terminal = Terminal(engine)
-        started = time.monotonic()
         if raw or not terminal.can_chat():
-            _, last = terminal.answer(prompt, params)
+            answer = terminal.answer(prompt, params)
         else:
             messages = [{"role": "system", "content": system}] if system is not None else []
             messages.append({"role": "user", "content": prompt})
-            _, last = terminal.answer(messages, params)
-        if last is None:
+            answer = terminal.answer(messages, params)
+        if answer.last is None:
             raise KeyboardInterrupt
         if not quiet:
-            typer.secho(summary(last, started), err=True, dim=True)
-        if last.error:
-            _fail(last.error, 1)
+            typer.secho(answer.summary(), err=True, dim=True)
+        if answer.last.error:
+            _fail(answer.last.error, 1)
 
 
 @app.command()
@@ -143,22 +160,38 @@ def batch(
     target: Annotated[Path, typer.Argument(help="Where the results go, in the same order.")],
     quiet: Quiet = False,
 ) -> None:
-    """Answer a file of prompts."""
-    if target.exists() and target.samefile(source):
-        raise ValueError(f"target {target} must be another file than the source")
-    with source.open("rb") as lines, target.open("wb") as results:
+    """Answer a file of prompts.
+
+    A line is a JSON object: prompt or messages, an id of your own, and any
+    sampling parameter. Without them max_tokens is 16 and temperature is 1.0.
+
+    TARGET is replaced at the end. Until then the results are in
+    TARGET.partial, and there they stay when the run is cut short.
+
+    A line that cannot be served gets an error in its place. Exit status: 0
+    when every line was answered, 1 when some failed or the engine did, 2 for
+    bad options.
+    """
+    from deepinfer.frontend.batch_file import BatchFile, count_lines, replaced_at_end
+
+    with source.open("rb") as lines, replaced_at_end(target, source) as results:
+        total = count_lines(lines)
+        if total == 0:
+            if not quiet:
+                typer.echo("0 lines", err=True)
+            return
         _bring_model(args, quiet)
-        from deepinfer.frontend.batch_file import BatchFile, count_lines
         from deepinfer.frontend.llm_engine import LLMEngine
 
         with LLMEngine(args) as engine, _progress(quiet) as progress:
-            run = BatchFile(engine)
-            total, started = count_lines(source), time.monotonic()
-            run.run(lines, results, lambda: progress("answering", run.done, total))
-        if not quiet:
-            rate = run.tokens / max(time.monotonic() - started, 1e-6)
-            failed = f", {run.failed} failed" if run.failed else ""
-            typer.echo(f"{run.done} lines{failed}, {run.tokens} tokens, {rate:.1f} tok/s", err=True)
+            run, started = BatchFile(engine), time.monotonic()
+            run.run(lines, results, lambda: progress("answering", run.done, total or 0))
+    if not quiet:
+        rate = run.tokens / max(time.monotonic() - started, 1e-6)
+        failed = f", {run.failed} failed" if run.failed else ""
+        typer.echo(f"{run.done} lines{failed}, {run.tokens} tokens, {rate:.1f} tok/s", err=True)
+    if run.failed:
+        raise typer.Exit(1)
 
 
 @app.command()

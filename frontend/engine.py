@@ -27,9 +27,8 @@ class AsyncEngine(AsyncClient):
         super().__init__(seed=self.args.seed)
         self._process: EngineProcess | None = None
 
-    async def stop(self) -> None:
-        """End the engine. Open requests end with an error."""
-        await super().stop()
+    async def _close(self, cause: str) -> None:
+        await super()._close(cause)
         process, self._process = self._process, None
         if process is not None:
             self._unwatch()

@@ -33,15 +33,11 @@ class EngineProcess:
         self.args = msgspec.structs.replace(args, model=str(model), tokenizer=str(tokenizer))
         self.identity = uuid.uuid4().hex.encode()
         self._directory = private_directory()
-        self.endpoint = args.endpoint or f"ipc://{self._directory}/engine"
+        # Never ``args.endpoint``: another engine may answer there.
+        self.endpoint = f"ipc://{self._directory}/engine"
         self._child = Child(
             "deepinfer.scheduler",
-            SchedulerConfig(
-                args=self.args,
-                endpoint=self.endpoint,
-                directory=str(self._directory),
-                owner=self.identity,
-            ),
+            SchedulerConfig(args=self.args, directory=str(self._directory), owner=self.identity),
         )
 
     @property

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from deepinfer.frontend.llm_engine import LLMEngine
 from deepinfer.frontend.outputs import Completion, Metrics, RequestOutput
 from deepinfer.frontend.session import PreparedPrompt, Prompt
+from deepinfer.wire.checks import shown
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.params import SamplingParams
 
@@ -221,6 +222,11 @@ def _logprobs(output: RequestOutput) -> dict[int, float]:
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | dict)):
+    one = isinstance(prompts, str)
+    if isinstance(prompts, list | tuple) and prompts:
+        one = isinstance(prompts[0], int | dict)
+    if one:
         return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise ValueError(f"prompts must be a string or a list, got {shown(prompts)}")
     return list(prompts)

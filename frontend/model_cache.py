@@ -7,6 +7,7 @@ name complete or not at all.
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import glob
 import hashlib
@@ -90,8 +91,22 @@ def resolve(model: str, progress: Progress = no_progress) -> Path:
     raise ValueError(
         f"model {shown(model)} is no folder, no .gguf file and no name in the cache "
         f"{models_folder()} (there: {', '.join(names) if names else 'nothing yet'}); "
-        f"`deepinfer pull {model[:80]}` may bring it"
+        f"{_advice(model, names)}"
     )
+
+
+def _advice(model: str, cached: list[str]) -> str:
+    """What to try instead of ``model``, which was not found."""
+    # Imported late: that module builds on this one.
+    from deepinfer.frontend.pull import KNOWN_MODELS
+
+    if model in KNOWN_MODELS or ("/" in model and _NAME.fullmatch(model)):
+        return f"`deepinfer pull {model[:80]}` may bring it"
+    spelled = {name.lower(): name for name in (*KNOWN_MODELS, *cached)}
+    close = difflib.get_close_matches(model[:128].lower(), spelled, n=1)
+    if close:
+        return f"did you mean {spelled[close[0]]}?"
+    return f"`deepinfer pull` brings {', '.join(KNOWN_MODELS)} or a Hugging Face id (org/name)"
 
 
 def converted_gguf(path: Path, progress: Progress = no_progress) -> Path:

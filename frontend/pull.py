@@ -174,7 +174,9 @@ def _build_from_hub(name: str, folder: Path, progress: Progress) -> None:
         snapshot_download(name, local_dir=folder, allow_patterns=_HUB_PATTERNS)
     except Exception as error:  # the Hub's client raises many kinds, also its HTTP library's
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise PullError(f"{name} could not be fetched from Hugging Face: {reason[0]}") from None
+        # The Hub's client sets this before the cause when it quotes one.
+        why = reason[0].removeprefix("Got: ")
+        raise PullError(f"{name} could not be fetched from Hugging Face: {why}") from None
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     try:
         check_model_folder(folder)

@@ -7,6 +7,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from deepinfer.frontend.llm_engine import LLMEngine
@@ -15,6 +16,29 @@ from deepinfer.frontend.session import Prompt
 from deepinfer.wire.params import SamplingParams
 
 _LEAVE = ("/exit", "/quit")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer: its text, its last output (``None``: cut short), and how fast it came."""
+
+    text: str
+    last: RequestOutput | None
+    first_after_s: float = 0.0
+    """From the request to the first output."""
+    rest_s: float = 0.0
+    """From the first output to the last."""
+    rest_tokens: int = 0
+    """Tokens that came after the first output."""
+
+    def summary(self) -> str:
+        """How the answer ended and how fast it came, for people."""
+        assert self.last is not None, "the answer was cut short"
+        parts = [f"{self.last.num_output_tokens} tokens", f"first after {self.first_after_s:.2f} s"]
+        # Apart from the wait for the first token: that is the prompt's cost, not the answer's.
+        if self.rest_tokens:
+            parts.append(f"then {self.rest_tokens / max(self.rest_s, 1e-6):.1f} tok/s")
+        return ", ".join([*parts, f"ended by {self.last.finish_detail}"])
 
 
 class Terminal:
@@ -29,24 +53,34 @@ class Terminal:
         """Whether the model has a chat template."""
         return self._engine.tokenizer.has_chat_template
 
-    def answer(self, prompt: Prompt, params: SamplingParams) -> tuple[str, RequestOutput | None]:
-        """Stream one completion; return its text and its last output.
+    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
+        """Stream one completion.
 
-        Ctrl-C ends this answer alone: what came so far is returned, with ``None``.
+        Ctrl-C ends this answer alone: what came so far is returned, with no last output.
         """
         request_id = f"answer-{next(self._numbers)}"
         pieces: list[str] = []
+        started = time.monotonic()
+        first: tuple[float, int] | None = None
         try:
             self._engine.add_request(request_id, prompt, params)
             while True:
                 for output in self._engine.step():
+                    first = first or (time.monotonic(), output.num_output_tokens)
                     self._write(output.text)
                     pieces.append(output.text)
                     if output.finished:
-                        return "".join(pieces), output
+                        at, tokens = first
+                        return Answer(
+                            text="".join(pieces),
+                            last=output,
+                            first_after_s=at - started,
+                            rest_s=time.monotonic() - at,
+                            rest_tokens=output.num_output_tokens - tokens,
+                        )
         except KeyboardInterrupt:
             self._engine.drop_request(request_id)
-            return "".join(pieces), None
+            return Answer("".join(pieces), None)
         finally:
             self._write("\n")
 
@@ -67,7 +101,7 @@ class Terminal:
                 continue
             messages.append({"role": "user", "content": text})
             try:
-                said, _ = self.answer(messages, params)
+                said = self.answer(messages, params).text
             except ValueError as error:
                 # Too long, most often: the conversation stays as it was before.
                 self._write(f"error: {error}\n")
@@ -81,13 +115,6 @@ def read_line() -> str:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() uses it once it is imported)
     return input(">>> ")
-
-
-def summary(last: RequestOutput, started: float) -> str:
-    """How an answer ended and how fast it came, for people; ``started`` is a monotonic time."""
-    seconds = max(time.monotonic() - started, 1e-6)
-    rate = last.num_output_tokens / seconds
-    return f"{last.num_output_tokens} tokens, {rate:.1f} tok/s, ended by {last.finish_detail}"
 
 
 def _write_stdout(text: str) -> None:

@@ -1,6 +1,11 @@
 """``python -m deepinfer.gpu_worker``: the device worker process, started by the scheduler."""
 
-from deepinfer.gpu_worker.process import main
+import signal
 
 if __name__ == "__main__":
+    # First of all, before the imports take their time: Ctrl-C is the parent's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    from deepinfer.gpu_worker.process import main
+
     main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from deepinfer.wire.steps import (
 log = logging.getLogger("deepinfer.gpu_worker")
 
 _HEARTBEAT_S = 1.0
+_COMPILE_NOTICE_S = 3.0
 _MAX_CACHE_BYTES = 4 << 30
 _MEMORY_SHARE = 0.25
 
@@ -64,7 +66,19 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
     num_blocks = args.num_kv_blocks or _blocks_in_memory(args, model)
     model.attach_cache(num_blocks, args.block_size)
     clock.lap("cache")
+    notice = threading.Timer(
+        _COMPILE_NOTICE_S,
+        lambda: print(
+            "deepinfer: compiling kernels for this machine; only the first start does, "
+            "it takes about a minute",
+            file=sys.stderr,
+            flush=True,
+        ),
+    )
+    notice.daemon = True
+    notice.start()
     model.warm_up()
+    notice.cancel()
     clock.lap("compile")
     return LoadedModel(model, num_blocks, backend.argmax, backend.team)
 

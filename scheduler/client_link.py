@@ -11,7 +11,7 @@ import msgspec
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.codec import BadFrame, Codec
 from deepinfer.wire.messages import AddRequest, FromClient, Goodbye, Hello, Refused
-from deepinfer.wire.sockets import PeerFull, PeerGone, bind_router, send_to
+from deepinfer.wire.sockets import PeerFull, PeerGone, bind_also, bind_router, send_to
 
 MAX_CLIENTS = 4096
 MAX_BACKLOG_BYTES = 16 << 20
@@ -55,6 +55,10 @@ class ClientLink:
         self._now = 0.0
         self._socket = bind_router(actor.context, endpoint)
         actor.add_socket(self._socket, self._receive)
+
+    def listen_also(self, endpoint: str) -> None:
+        """Take clients on one more endpoint; ``ValueError`` when it cannot be used."""
+        bind_also(self._socket, endpoint)
 
     def __len__(self) -> int:
         return len(self._clients)

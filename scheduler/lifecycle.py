@@ -279,7 +279,9 @@ class Lifecycle:
         This is the recompute preemption of all at once, whatever the policy. It is no preemption
         in the counters: nobody was short of anything.
         """
-        culprit = find_culprit(self._rows_of_current_step(), self._progress)
+        culprit = find_culprit(
+            self._rows_of_current_step(), self._progress, alone=len(self.clients) == 1
+        )
         for sequence in self.table.bound():
             sequence.story.tell(
                 now, "worker_restart", cause=cause, results_voided=self._in_flight(sequence)

@@ -46,7 +46,7 @@ class SchedulerProcess:
         self._actor = Actor(after_turn=self._turn)
         self._clients = ClientLink(
             self._actor,
-            config.endpoint,
+            f"ipc://{config.directory}/engine",
             owner=config.owner,
             silence_limit_s=config.args.heartbeat_timeout_s,
             on_message=self._on_message,
@@ -61,6 +61,12 @@ class SchedulerProcess:
             on_gone=self._on_worker_gone,
             on_down=self._on_worker_down,
         )
+        if config.args.endpoint is not None:
+            try:
+                self._clients.listen_also(config.args.endpoint)
+            except ValueError as error:
+                # The owner hears of it on the private socket; trying again would not help.
+                self._worker.give_up(str(error))
         self._actor.every(0.1, self._watch)
         self._actor.every(1.0, self._beat)
         self._actor.on_signals((signal.SIGTERM,), self._on_sigterm)

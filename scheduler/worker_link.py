@@ -21,7 +21,7 @@ from deepinfer.wire.steps import (
     WorkerReady,
 )
 
-DEATHS_ALLOWED = 6
+DEATHS_ALLOWED = 8
 """Workers that may die in a row, no step having ended between, before the engine is down.
 
 A request that kills its workers is found and ended before that (``scheduler.suspects``).
@@ -101,11 +101,17 @@ class WorkerLink:
             self.state is WorkerState.STARTING
             and time.monotonic() - self._started > self._args.start_timeout_s
         ):
-            self._fail(f"the worker was not ready after {self._args.start_timeout_s:g} s")
+            self.give_up(f"the worker was not ready after {self._args.start_timeout_s:g} s")
 
     def replace(self, cause: str) -> None:
         """Take a worker that cannot be trusted as dead."""
         self._bury(cause)
+
+    def give_up(self, cause: str) -> None:
+        """End the worker; there will be no other."""
+        self.state = WorkerState.DOWN
+        self._child.kill()
+        self._on_down(cause)
 
     def stop(self) -> None:
         """End the worker."""
@@ -162,13 +168,8 @@ class WorkerLink:
         cause = f"the device worker {cause}"
         # A first worker that does not get ready has a reason that the next one would have too.
         if self._barren_deaths > DEATHS_ALLOWED or not self._ever_ready:
-            self._fail(cause)
+            self.give_up(cause)
             return
         self.restarts += 1
         self._on_gone(cause)
         self._start()
-
-    def _fail(self, cause: str) -> None:
-        self.state = WorkerState.DOWN
-        self._child.kill()
-        self._on_down(cause)

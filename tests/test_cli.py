@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer import Client
-from deepinfer.frontend import batch_file, cli, llm_engine
+from deepinfer import Client, __version__
+from deepinfer.frontend import bare_engine, batch_file, cli, llm_engine, terminal
 from deepinfer.frontend.batch_file import BatchFile
 from deepinfer.frontend.errors import EngineDownError
+from deepinfer.frontend.outputs import RequestOutput
 from deepinfer.frontend.terminal import Terminal
 from deepinfer.frontend.timeline import timeline
 from deepinfer.wire.config import EngineArgs
@@ -106,6 +110,25 @@ def test_each_option_is_described_by_its_field(deepinfer: Cli) -> None:
     assert status == 0
     assert "--max-queue-len" in text
     assert "Requests that may wait" in text
+    assert "DEEPINFER_BLOCK_SIZE" in text
+    assert "--worker-module" not in text
+
+
+def test_the_version_is_told(deepinfer: Cli) -> None:
+    assert deepinfer("--version") == (0, f"deepinfer {__version__}\n", "")
+
+
+def test_make_run_hands_over_the_prompt_as_it_was_written(tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "deepinfer"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "installed").touch()
+    command = ["make", "-s", "run", f"VENV={tmp_path}", 'PROMPT=-n Say "hi" for $$5 `now`, it\'s']
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == '<run><--><-n Say "hi" for $5 `now`, it\'s>'
 
 
 def test_help_needs_none_of_the_heavy_packages() -> None:
@@ -173,7 +196,9 @@ def test_a_missing_file_is_one_line_and_status_1(deepinfer: Cli, tmp_path: Path)
 def test_run_answers_through_the_chat_template(deepinfer: Cli) -> None:
     status, out, err = deepinfer("run", "a b", "--system", "be kind")
     assert (status, out) == (0, "b a chat:\n")
-    assert "3 tokens" in err
+    assert re.fullmatch(
+        r"3 tokens, first after \d+\.\d\d s, then \d+\.\d tok/s, ended by eos\n", err
+    )
     messages = WordEngine.instances[0].prompts[0]
     assert [message["role"] for message in messages] == ["system", "user"]
 
@@ -183,6 +208,27 @@ def test_run_raw_continues_the_text(deepinfer: Cli) -> None:
     assert (status, out, err) == (0, "b\n", "")
     params = WordEngine.instances[0].params[0]
     assert params == SamplingParams(max_tokens=1, temperature=0.0, stop=["x", "y"])
+
+
+def test_speed_is_counted_from_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long wait for the first token is told apart from the speed of the others."""
+    now = 0.0
+
+    class Slow(WordEngine):
+        def step(self) -> list[RequestOutput]:
+            nonlocal now
+            now += 10.0 if now == 0 else 0.5
+            return super().step()
+
+    monkeypatch.setattr(terminal, "time", types.SimpleNamespace(monotonic=lambda: now))
+    for prompt, told in (
+        ("a b c", "3 tokens, first after 10.00 s, then 2.0 tok/s"),
+        ("a", "1 tok"),
+    ):
+        now = 0.0
+        answer = Terminal(Slow(), lambda _: None).answer(prompt, SamplingParams())  # type: ignore[arg-type]
+        assert answer.summary().startswith(told)
+        assert ("tok/s" in answer.summary()) is (prompt != "a")
 
 
 def test_run_continues_the_text_when_there_is_no_template(
@@ -372,10 +418,76 @@ def test_batch_recomputes_what_is_preempted_and_counts_failures(
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a b"}\n{"prompt": 1}\n')
     status, _, err = deepinfer("batch", source, target)
-    assert status == 0
+    assert status == 1
     assert "2 lines, 1 failed" in err
     assert [json.loads(line)["line"] for line in target.read_text().splitlines()] == [1, 2]
     assert WordEngine.instances[0].args.stop_preempted_request is False
+
+
+def test_a_batch_without_a_failed_line_is_status_0(deepinfer: Cli, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a b"}\n')
+    target.write_text("old\n")
+    target.chmod(0o600)
+    (tmp_path / "link").symlink_to(target)
+    assert deepinfer("batch", source, tmp_path / "link")[0] == 0
+    assert json.loads(target.read_text())["text"] == "b a"
+    assert (target.stat().st_mode & 0o777, (tmp_path / "link").is_symlink()) == (0o600, True)
+    assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+def test_a_batch_without_lines_starts_no_engine(deepinfer: Cli, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n  \n")
+    assert deepinfer("batch", source, target) == (0, "", "0 lines\n")
+    assert target.read_text() == ""
+    assert not WordEngine.instances
+
+
+def test_a_batch_that_cannot_start_leaves_the_old_results(deepinfer: Cli, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    target.write_text("old\n")
+    assert deepinfer("batch", source, target, "--model", "nowhere")[0] == 2
+    assert target.read_text() == "old\n"
+    assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+def test_an_interrupted_batch_leaves_the_old_results_and_keeps_the_new_apart(
+    deepinfer: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Interrupted(WordEngine):
+        def __init__(self, args: EngineArgs) -> None:
+            super().__init__(args)
+            self.interrupt_after = 1
+
+    monkeypatch.setattr(llm_engine, "LLMEngine", Interrupted)
+    monkeypatch.setattr(batch_file, "_MAX_RUNNING", 1)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    target.write_text("old\n")
+    assert deepinfer("batch", source, target)[0] == 130
+    assert target.read_text() == "old\n"
+    assert json.loads((tmp_path / "out.jsonl.partial").read_text())["text"] == "a"
+
+
+def test_a_batch_writes_to_and_reads_from_pipes(deepinfer: Cli, tmp_path: Path) -> None:
+    """A pipe can be read once and cannot be replaced: neither is counted, renamed nor removed."""
+    source, target = tmp_path / "in", tmp_path / "out"
+    os.mkfifo(source)
+    os.mkfifo(target)
+    got: list[bytes] = []
+    other_ends = [
+        threading.Thread(target=source.write_bytes, args=(b'{"prompt": "a b"}\n',), daemon=True),
+        threading.Thread(target=lambda: got.append(target.read_bytes()), daemon=True),
+    ]
+    for thread in other_ends:
+        thread.start()
+    assert deepinfer("batch", source, target)[0] == 0
+    for thread in other_ends:
+        thread.join(60)
+    assert json.loads(got[0])["text"] == "b a"
+    assert target.is_fifo()
 
 
 def test_batch_does_not_overwrite_its_own_input(deepinfer: Cli, tmp_path: Path) -> None:
@@ -383,7 +495,10 @@ def test_batch_does_not_overwrite_its_own_input(deepinfer: Cli, tmp_path: Path) 
     source.write_text('{"prompt": "a"}\n')
     (tmp_path / "link").symlink_to(source)
     assert deepinfer("batch", source, tmp_path / "link")[0] == 2
-    assert source.read_text() == '{"prompt": "a"}\n'
+    partial = tmp_path / "out.jsonl.partial"
+    source.rename(partial)
+    assert deepinfer("batch", partial, tmp_path / "out.jsonl")[0] == 2
+    assert partial.read_text() == '{"prompt": "a"}\n'
 
 
 # ---- engine and trace -------------------------------------------------------------------------
@@ -397,6 +512,30 @@ def test_an_engine_does_not_push_another_from_its_endpoint(deepinfer: Cli, tmp_p
         status, _, err = deepinfer("engine", "--endpoint", f"ipc://{path}")
     assert status == 2
     assert "in use by another engine" in err
+
+
+def test_trace_says_at_once_that_nobody_listens(deepinfer: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "e.sock"
+    endpoint = f"ipc://{path}"
+    told = (
+        f"error: no engine answers at {endpoint}; "
+        f"start one with `deepinfer engine --endpoint {endpoint}`\n"
+    )
+    assert deepinfer("trace", "x", "--endpoint", endpoint) == (1, "", told)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    assert deepinfer("trace", "x", "--endpoint", endpoint) == (1, "", told)
+
+
+def test_trace_says_that_nobody_answers(deepinfer: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bare_engine, "_ANSWER_S", 0.1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        status, _, err = deepinfer("trace", "x", "--endpoint", endpoint)
+    assert status == 1
+    assert f"no engine answers at {endpoint}; start one with" in err
 
 
 def test_a_timeline_shows_when_what_and_why() -> None:
@@ -455,7 +594,8 @@ def test_run_and_batch_work_on_a_whole_engine(tmp_path: Path) -> None:
     lines = [{"id": i, "prompt": [i], "temperature": 0, "max_tokens": i} for i in range(5, 25)]
     lines.insert(7, {"id": 0, "prompt": []})
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    subprocess.run([*command, "batch", source, target, *options], check=True, capture_output=True)
+    batch = [*command, "batch", source, target, *options]
+    assert subprocess.run(batch, check=False, capture_output=True).returncode == 1
     results = [json.loads(line) for line in target.read_text().splitlines()]
     assert [result["id"] for result in results] == [line["id"] for line in lines]
     assert "line 8: prompt" in results.pop(7)["error"]

@@ -22,6 +22,7 @@ DETAIL_RULES = {
     "kv_capacity",
     "client_abort",
     "disconnect",
+    "slow_reader",
     "deadline",
     "shutdown",
     "preempted",
@@ -201,6 +202,11 @@ def _preempted() -> Request:
     return request
 
 
+def _slow_reader(engine: CoreDriver, request: Request) -> None:
+    engine.core.client_gone(request.client, "slow_reader", engine.now)
+    engine.collect()
+
+
 SCENARIOS: dict[Ending, Callable[[], Request]] = {
     Ending.EOS: lambda: _run_one(greedy(12), prompt_saying(lambda said: EOS in said)),
     Ending.STOP_TOKEN: lambda: _run_one(
@@ -212,6 +218,7 @@ SCENARIOS: dict[Ending, Callable[[], Request]] = {
     Ending.MAX_TOKENS: lambda: _run_one(greedy(3, ignore_eos=True)),
     Ending.CLIENT_ABORT: lambda: _disturbed(lambda engine, r: engine.abort(r)),
     Ending.DISCONNECT: lambda: _disturbed(lambda engine, r: engine.abort(r, "disconnect")),
+    Ending.SLOW_READER: lambda: _disturbed(_slow_reader),
     Ending.DEADLINE: lambda: _disturbed(_deadline),
     Ending.SHUTDOWN: lambda: _disturbed(_shutdown),
     Ending.WORKER_FAILED: lambda: _disturbed(_down),

@@ -318,7 +318,7 @@ def test_a_request_that_kills_its_workers_ends_alone(others: int, overlap: bool)
             engine.deliver()
     assert poison.end is not None
     assert poison.end.detail == "worker_failed"
-    assert deaths == (3 if others else 2)
+    assert deaths == (5 if others else 2)
     engine.run()
     for request in company:
         engine.hold_alone(request)

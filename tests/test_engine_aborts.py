@@ -50,7 +50,8 @@ async def assert_quiet(engine: AsyncEngine) -> None:
 
 async def test_requests_that_never_ran_end_with_abort_and_no_token(folder) -> None:
     async with AsyncEngine(folder.args(max_num_seqs=1)) as engine:
-        first = asyncio.create_task(outputs(engine, [3, 4], ENDLESS, request_id="a"))
+        stream = engine.generate([3, 4], ENDLESS, request_id="a")
+        started = await anext(stream)
         for turn in range(20):
             queued = [
                 asyncio.create_task(outputs(engine, [5, 6, turn], SHORT, request_id=name))
@@ -67,7 +68,7 @@ async def test_requests_that_never_ran_end_with_abort_and_no_token(folder) -> No
                 assert tokens(outs) == []
             assert (await engine.stats())["prompt_tokens"] == before
         await engine.abort("a")
-        got = tokens(await first)
+        got = tokens([started] + [out async for out in stream])
         assert got == folder.reference([3, 4], len(got))
         await assert_quiet(engine)
 

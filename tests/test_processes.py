@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -212,17 +213,17 @@ async def test_an_engine_ends_when_its_app_is_killed(folder) -> None:
 async def test_a_client_that_vanishes_frees_what_it_held(folder, tmp_path) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
     async with AsyncEngine(folder.args(endpoint=endpoint, heartbeat_timeout_s=2)) as engine:
-        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        socket.connect(endpoint)
+        dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        dealer.connect(endpoint)
         add = messages.AddRequest(
             key=1,
             request_id="orphan",
             prompt=pack_int32([1, 2, 3]),
             params=SamplingParams(max_tokens=1000, ignore_eos=True, seed=1),
         )
-        await socket.send(msgspec.msgpack.encode(add))
-        await socket.recv()
-        socket.close(linger=0)
+        await dealer.send(msgspec.msgpack.encode(add))
+        await dealer.recv()
+        dealer.close(linger=0)
         async with asyncio.timeout(10):
             while (await engine.stats())["live"]:
                 await ids(engine, [1], SamplingParams(max_tokens=1))
@@ -261,12 +262,12 @@ async def test_junk_on_any_socket_is_counted_and_dropped(folder, tmp_path) -> No
         running = asyncio.create_task(ids(engine, [3, 4, 5], SHORT))
         context = zmq.asyncio.Context.instance()
         for name in ("engine", "worker"):
-            socket = context.socket(zmq.DEALER)
-            socket.connect(f"ipc://{directory}/{name}")
+            dealer = context.socket(zmq.DEALER)
+            dealer.connect(f"ipc://{directory}/{name}")
             for frame in frames:
-                await socket.send(frame)
-                await socket.send_multipart([frame, frame, frame])
-            socket.close(linger=1000)
+                await dealer.send(frame)
+                await dealer.send_multipart([frame, frame, frame])
+            dealer.close(linger=1000)
         assert await running == folder.reference([3, 4, 5], 20)
         async with asyncio.timeout(10):
             while (await engine.stats())["junk_frames"] < 4 * len(frames):
@@ -294,6 +295,21 @@ async def test_an_endpoint_beyond_this_machine_is_refused(folder, endpoint) -> N
         await AsyncEngine(folder.args(endpoint=endpoint)).start()
     with pytest.raises(ValueError, match="loopback"):
         Client(endpoint)
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+async def test_an_endpoint_in_use_is_refused_and_its_engine_goes_on(
+    folder, tmp_path, scheme
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    endpoint = f"ipc://{tmp_path}/e" if scheme == "ipc" else f"tcp://127.0.0.1:{port}"
+    async with AsyncEngine(folder.args(endpoint=endpoint)):
+        with pytest.raises(EngineDownError, match=endpoint):
+            await AsyncEngine(folder.args(endpoint=endpoint, max_model_len=64)).start()
+        async with Client(endpoint) as client:
+            assert await ids(client, [1, 2], SHORT) == folder.reference([1, 2], 20)
 
 
 # ---- clients ------------------------------------------------------------------------------------

@@ -101,11 +101,31 @@ def test_a_model_is_found_as_folder_name_and_gguf(model_folder: Path, gguf_path:
 
 
 def test_an_unknown_model_is_refused_with_what_there_is(model_folder: Path) -> None:
-    with pytest.raises(ValueError, match="nothing yet.*deepinfer pull nope"):
+    with pytest.raises(ValueError, match="nothing yet.*deepinfer pull.*smollm2-135m"):
         resolve("nope")
     pull(str(model_folder))
     with pytest.raises(ValueError, match=r"'nope'.*there: my-model"):
         resolve("nope")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("smollm2-135m", "`deepinfer pull smollm2-135m` may bring it"),
+        ("org/my-model", "`deepinfer pull org/my-model` may bring it"),
+        ("SmolLM-135M", "did you mean smollm2-135m?"),
+        ("my-modle", "did you mean my-model?"),
+        ("./my-modle", "did you mean my-model?"),
+        ("gpt", "`deepinfer pull` brings smollm2-135m or a Hugging Face id (org/name)"),
+    ],
+)
+def test_a_name_that_is_not_there_gets_advice_that_can_help(
+    model_folder: Path, name: str, advice: str
+) -> None:
+    pull(str(model_folder))
+    with pytest.raises(ValueError) as refused:
+        resolve(name)
+    assert str(refused.value).endswith(f"; {advice}")
 
 
 @pytest.mark.parametrize(
@@ -245,11 +265,11 @@ def test_a_hugging_face_id_is_fetched_and_checked(monkeypatch: pytest.MonkeyPatc
 
 def test_an_unreachable_hub_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(*_: object, **__: object) -> None:
-        raise OSError("no route to host\nand a long story")
+        raise OSError("Got: no route to host\nand a long story")
 
     hub = types.SimpleNamespace(snapshot_download=snapshot_download)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    with pytest.raises(PullError, match=r"org/model could not be fetched.*no route to host$"):
+    with pytest.raises(PullError, match=r"fetched from Hugging Face: no route to host$"):
         pull("org/model")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(PullError, match="pip install huggingface_hub"):

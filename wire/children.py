@@ -119,10 +119,8 @@ def _read_exactly(size: int) -> bytes:
 def exit_with_parent(on_parent_gone: Callable[[], None] | None = None) -> None:
     """In a child: end this process when the lifeline closes, whatever the main thread does.
 
-    ``on_parent_gone`` runs first, in the watching thread; when it returns the process ends. Ctrl-C
-    goes to the whole foreground group, but it is the parent's to decide, so SIGINT is ignored.
+    ``on_parent_gone`` runs first, in the watching thread; when it returns the process ends.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
         while os.read(_LIFELINE_FD, 64):

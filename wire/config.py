@@ -104,9 +104,11 @@ class SchedulerConfig(msgspec.Struct, kw_only=True):
     """What the frontend tells the scheduler process at its start."""
 
     args: EngineArgs
-    endpoint: str
     directory: str
-    """Private directory of this engine's sockets; the scheduler removes it at its end."""
+    """Private directory of this engine's sockets; the scheduler removes it at its end.
+
+    The owner connects to ``ipc://DIRECTORY/engine``, others to ``args.endpoint`` if there is one.
+    """
     owner: bytes = b""
     """Identity of the client that owns this process; its life is watched by the lifeline."""
 

@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import os
 import shutil
+import socket as unix_socket
 import tempfile
 from pathlib import Path
 
@@ -79,23 +80,50 @@ def check_endpoint(endpoint: str) -> None:
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """Bind a ROUTER that reports an absent or stalled peer instead of dropping its messages.
 
-    An ipc socket's file gets mode 0600 whatever the process's umask is.
+    ``ValueError`` when the endpoint is not allowed or in use.
     """
-    check_endpoint(endpoint)
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A client that reconnects under its identity takes the place of its dead connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    try:
+        bind_also(socket, endpoint)
+    except ValueError:
+        socket.close()
+        raise
+    return socket
+
+
+def bind_also(router: zmq.Socket[bytes], endpoint: str) -> None:
+    """Bind a ROUTER to one more endpoint; ``ValueError`` when it is not allowed or in use.
+
+    An ipc socket's file gets mode 0600 whatever the process's umask is.
+    """
+    check_endpoint(endpoint)
+    _check_free(endpoint)
     old = os.umask(0o177)
     try:
-        socket.bind(endpoint)
+        router.bind(endpoint)
     except zmq.ZMQError as error:
-        socket.close()
-        raise ValueError(f"endpoint {endpoint!r} cannot be bound: {error}") from error
+        raise ValueError(f"endpoint {endpoint} cannot be used: {error.strerror}") from error
     finally:
         os.umask(old)
-    return socket
+
+
+def _check_free(endpoint: str) -> None:
+    """Refuse an ipc endpoint that somebody listens on: ZeroMQ would push him out silently."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc":
+        return
+    with unix_socket.socket(unix_socket.AF_UNIX, unix_socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except OSError as error:
+            raise ValueError(f"endpoint {endpoint} cannot be used: {error.strerror}") from error
+    raise ValueError(f"endpoint {endpoint} is in use by another engine")
 
 
 def connect_dealer(
