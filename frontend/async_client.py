@@ -170,12 +170,16 @@ class AsyncClient:
         return (await self._call("stats")).numbers
 
     async def health(self) -> dict[str, Any]:
-        """Whether the engine makes progress: ``ok``, ``cause``, the last step and its age."""
+        """Whether the engine makes progress: ``ok``, ``cause``, the last step and its age.
+
+        ``down`` says that it will not come back; without it a lost process is being replaced.
+        """
         try:
             answer = await self._call("health")
         except EngineError as error:
-            return {"ok": False, "cause": str(error)}
-        return {**answer.texts, **answer.numbers, "ok": bool(answer.numbers["ok"])}
+            return {"ok": False, "cause": str(error), "down": isinstance(error, EngineDownError)}
+        numbers = {**answer.numbers, "ok": bool(answer.numbers["ok"]), "down": False}
+        return {**answer.texts, **numbers}
 
     async def trace(self, request_id: str) -> list[StoryEvent]:
         """What happened to a request, in order; ``KeyError`` when the engine does not know it."""

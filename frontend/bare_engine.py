@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Callable
 
 from deepinfer.frontend.client import Client
@@ -15,7 +14,7 @@ from deepinfer.frontend.errors import EngineDownError
 from deepinfer.frontend.model_cache import cache_home
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import StoryEvent
-from deepinfer.wire.sockets import check_endpoint
+from deepinfer.wire.sockets import check_endpoint, check_free, listens
 
 _CHECK_S = 0.5
 _ANSWER_S = 5.0
@@ -32,7 +31,10 @@ def serve_forever(args: EngineArgs, on_ready: Callable[[], None]) -> None:
     ``ValueError`` when another engine listens there, ``EngineDownError`` when the engine dies.
     """
     assert args.endpoint is not None
-    _check_free(args.endpoint)
+    scheme, _, path = args.endpoint.partition("://")
+    if scheme == "ipc":
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    check_free(args.endpoint)
     asyncio.run(_serve(args, on_ready))
 
 
@@ -54,8 +56,8 @@ async def _serve(args: EngineArgs, on_ready: Callable[[], None]) -> None:
         on_ready()
         while not stopped.is_set():
             health = await engine.health()
-            if cause := health.get("cause"):
-                raise EngineDownError(str(cause))
+            if health["down"]:
+                raise EngineDownError(str(health["cause"]))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), _CHECK_S)
     finally:
@@ -73,7 +75,7 @@ def fetch_story(endpoint: str, request_id: str) -> list[StoryEvent]:
     nobody = EngineDownError(
         f"no engine answers at {endpoint}; start one with `deepinfer engine --endpoint {endpoint}`"
     )
-    if endpoint.startswith("ipc://") and not _listens(endpoint):
+    if endpoint.startswith("ipc://") and not listens(endpoint):
         raise nobody
 
     async def ask() -> list[StoryEvent]:
@@ -86,26 +88,3 @@ def fetch_story(endpoint: str, request_id: str) -> list[StoryEvent]:
         raise ValueError(str(error.args[0])) from None
     except EngineDownError:
         raise nobody from None
-
-
-def _check_free(endpoint: str) -> None:
-    """Raise ``ValueError`` when somebody listens on an ipc endpoint: binding would push him out."""
-    scheme, _, path = endpoint.partition("://")
-    if scheme != "ipc":
-        return
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    if _listens(endpoint):
-        raise ValueError(f"endpoint {endpoint} is in use by another engine")
-
-
-def _listens(endpoint: str) -> bool:
-    """Whether somebody listens on an ipc endpoint; ``ValueError`` when it cannot be used."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(endpoint.removeprefix("ipc://"))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except OSError as error:
-            reason = error.strerror or error
-            raise ValueError(f"endpoint {endpoint} cannot be used: {reason}") from None
-    return True

@@ -101,7 +101,7 @@ def bind_also(router: zmq.Socket[bytes], endpoint: str) -> None:
     An ipc socket's file gets mode 0600 whatever the process's umask is.
     """
     check_endpoint(endpoint)
-    _check_free(endpoint)
+    check_free(endpoint)
     old = os.umask(0o177)
     try:
         router.bind(endpoint)
@@ -111,19 +111,29 @@ def bind_also(router: zmq.Socket[bytes], endpoint: str) -> None:
         os.umask(old)
 
 
-def _check_free(endpoint: str) -> None:
+def check_free(endpoint: str) -> None:
     """Refuse an ipc endpoint that somebody listens on: ZeroMQ would push him out silently."""
+    if listens(endpoint):
+        raise ValueError(f"endpoint {endpoint} is in use by another engine")
+
+
+def listens(endpoint: str) -> bool:
+    """Whether somebody listens on an ipc endpoint; ``ValueError`` when it cannot be used.
+
+    Always ``False`` for a tcp endpoint, where only binding or asking can tell.
+    """
     scheme, _, path = endpoint.partition("://")
     if scheme != "ipc":
-        return
+        return False
     with unix_socket.socket(unix_socket.AF_UNIX, unix_socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
         except (FileNotFoundError, ConnectionRefusedError):
-            return
+            return False
         except OSError as error:
-            raise ValueError(f"endpoint {endpoint} cannot be used: {error.strerror}") from error
-    raise ValueError(f"endpoint {endpoint} is in use by another engine")
+            reason = error.strerror or error
+            raise ValueError(f"endpoint {endpoint} cannot be used: {reason}") from error
+    return True
 
 
 def connect_dealer(
