@@ -26,6 +26,7 @@ from deepinfer.wire.messages import (
     Call,
     ClientHeartbeat,
     EngineDown,
+    Forgotten,
     Goodbye,
     Hello,
     StoryEvent,
@@ -56,6 +57,7 @@ class AsyncClient:
         self._starting: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[Welcome] | None = None
         self._connected = False
+        self._forgotten = False
         self._alarm = asyncio.Event()
         self._losses = 0
         self._beating: asyncio.Task[None] | None = None
@@ -151,6 +153,7 @@ class AsyncClient:
             if request.open_samples:
                 session.abandon(request)
                 self._flush()
+            inbox.closed.set()
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its iterator gets a last output with the reason ``abort``.
@@ -240,6 +243,8 @@ class AsyncClient:
             if self._dead:
                 return
             cause = self._cause_of_death(time.monotonic() - self._connection.last_heard)
+            if self._forgotten:
+                cause = cause or "the engine had taken this client for gone"
             if cause:
                 self._lose(cause)
             if self._dead:
@@ -257,7 +262,7 @@ class AsyncClient:
             self._fail(cause)
             return
         log.warning("%s; connecting again", cause)
-        self._connected = False
+        self._connected = self._forgotten = False
         self._connection.close(linger_s=0)
         for waiting in self._calls.values():
             if not waiting.done():
@@ -306,6 +311,9 @@ class AsyncClient:
                     waiting.set_result(message)
             case EngineDown():
                 self._fail(message.message)
+            case Forgotten():
+                self._forgotten = True
+                self._alarm.set()
             case _ if self._session is not None:
                 self._deliver(self._session.receive(message))
 

@@ -15,7 +15,7 @@ import zmq
 
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.children import exit_with_parent, read_config
-from deepinfer.wire.codec import BadFrame, Codec
+from deepinfer.wire.codec import MAX_STEP_BYTES, BadFrame, Codec
 from deepinfer.wire.config import EngineArgs, WorkerConfig
 from deepinfer.wire.sockets import connect_dealer
 from deepinfer.wire.steps import (
@@ -105,10 +105,12 @@ class WorkerProcess:
     def __init__(self, config: WorkerConfig, load_model: LoadModel) -> None:
         self._config = config
         self._load_model = load_model
-        self._codec = Codec(ToWorker)
+        self._codec = Codec(ToWorker, MAX_STEP_BYTES)
         self._runner: Any = None
         self._actor = Actor()
-        self._socket = connect_dealer(self._actor.context, config.endpoint, config.identity)
+        self._socket = connect_dealer(
+            self._actor.context, config.endpoint, config.identity, MAX_STEP_BYTES
+        )
         self._actor.add_socket(self._socket, self._receive)
         self._actor.on_signals((signal.SIGTERM,), lambda _: self._actor.stop())
         self._step = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ import msgspec
 
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.codec import BadFrame, Codec
-from deepinfer.wire.messages import AddRequest, FromClient, Goodbye, Hello, Refused
+from deepinfer.wire.messages import AddRequest, Forgotten, FromClient, Goodbye, Hello, Refused
 from deepinfer.wire.sockets import PeerFull, PeerGone, bind_also, bind_router, send_to
 
 MAX_CLIENTS = 4096
@@ -52,7 +54,8 @@ class ClientLink:
         self._codec = Codec(FromClient)
         self._clients: dict[bytes, _Client] = {}
         self._stalled: set[bytes] = set()
-        self._now = 0.0
+        # Who was dropped and may still believe to be connected; the latest only.
+        self._dropped: dict[bytes, None] = {}
         self._socket = bind_router(actor.context, endpoint)
         actor.add_socket(self._socket, self._receive)
 
@@ -72,7 +75,11 @@ class ClientLink:
         client = self._clients.get(identity)
         if client is None:
             return
-        frame = self._codec.encode(message)
+        try:
+            frame = self._codec.encode(message)
+        except ValueError:  # only what the client itself made that large
+            self._drop(identity, "slow_reader")
+            return
         if client.backlog:
             self._hold(identity, client, frame)
             return
@@ -84,8 +91,7 @@ class ClientLink:
             self._drop(identity, "disconnect")
 
     def watch(self, now: float) -> None:
-        """Note the time, and drop the clients that were silent for too long."""
-        self._now = now
+        """Drop the clients that were silent for too long."""
         for identity, client in list(self._clients.items()):
             if identity != self._owner and now - client.heard > self._silence_limit_s:
                 self._drop(identity, "disconnect")
@@ -119,6 +125,9 @@ class ClientLink:
     def _drop(self, identity: bytes, rule: str) -> None:
         self._stalled.discard(identity)
         if self._clients.pop(identity, None) is not None:
+            self._dropped[identity] = None
+            if len(self._dropped) > MAX_CLIENTS:
+                del self._dropped[next(iter(self._dropped))]
             self._on_gone(identity, rule)
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -133,12 +142,18 @@ class ClientLink:
             self._answer_bad_request(identity, frame, str(error))
             return
         client = self._clients.get(identity)
+        if client is None and identity in self._dropped:
+            if not isinstance(message, Hello):
+                with contextlib.suppress(PeerFull, PeerGone):
+                    send_to(self._socket, identity, self._codec.encode(Forgotten()))
+                return
+            del self._dropped[identity]
         if client is None:
             if len(self._clients) >= MAX_CLIENTS:
                 self.junk_frames += 1
                 return
-            client = self._clients[identity] = _Client(self._now)
-        client.heard = self._now
+            client = self._clients[identity] = _Client(time.monotonic())
+        client.heard = time.monotonic()
         client.greeted |= isinstance(message, Hello)
         if isinstance(message, Goodbye):
             self._drop(identity, "disconnect")
@@ -161,4 +176,4 @@ class ClientLink:
             and 0 <= parts[1] < 1 << 32
         ):
             field_name, text = error.split(" ", 1)[0], error.split(" - at `$", 1)[0]
-            self.send(identity, Refused(parts[1], "invalid", field_name, text))
+            self.send(identity, Refused(parts[1], "invalid", field_name[:100], text[:1000]))

@@ -24,6 +24,7 @@ from deepinfer.wire.messages import (
     StopMatched,
     StoryEvent,
 )
+from deepinfer.wire.params import MAX_STOP_CHARS
 from deepinfer.wire.steps import StepPlan, StepResult, WorkerReady
 
 
@@ -236,7 +237,8 @@ class Core:
             return  # it ended by another rule before the frontend's word came
         produced = self._life.num_tokens(sequence) - sequence.num_prompt
         count = min(max(match.num_output_tokens, 0), produced)
-        self._life.end(sequence, Ending.STOP_STRING, now, matched=match.stop, num_output=count)
+        matched = match.stop[:MAX_STOP_CHARS]
+        self._life.end(sequence, Ending.STOP_STRING, now, matched=matched, num_output=count)
 
     def _close(self, code: str, message: str) -> None:
         self._closed = (code, message)

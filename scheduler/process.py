@@ -12,6 +12,7 @@ from deepinfer.scheduler.core import Core
 from deepinfer.scheduler.results import BrokenResult
 from deepinfer.scheduler.worker_link import WorkerLink, WorkerState
 from deepinfer.wire.actor import Actor
+from deepinfer.wire.checks import shown
 from deepinfer.wire.children import exit_with_parent, read_config, remove_directory
 from deepinfer.wire.config import SchedulerConfig
 from deepinfer.wire.messages import (
@@ -142,10 +143,12 @@ class SchedulerProcess:
             case "story":
                 story = self._core.story(call.request_id)
                 if story is None:
-                    return Answer(call.call_id, error=f"no story of request {call.request_id!r}")
+                    return Answer(
+                        call.call_id, error=f"no story of request {shown(call.request_id)}"
+                    )
                 return Answer(call.call_id, story=story)
             case what:
-                return Answer(call.call_id, error=f"unknown call {what[:80]!r}")
+                return Answer(call.call_id, error=f"unknown call {shown(what)}")
 
     def _stats(self) -> dict[str, float]:
         now = time.monotonic()

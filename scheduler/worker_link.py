@@ -8,7 +8,7 @@ from enum import Enum
 
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.children import Child
-from deepinfer.wire.codec import BadFrame, Codec
+from deepinfer.wire.codec import MAX_STEP_BYTES, BadFrame, Codec
 from deepinfer.wire.config import EngineArgs, WorkerConfig
 from deepinfer.wire.sockets import PeerFull, PeerGone, bind_router, send_to
 from deepinfer.wire.steps import (
@@ -62,14 +62,14 @@ class WorkerLink:
         self.junk_frames = 0
         self._args = args
         self._endpoint = f"ipc://{directory}/worker"
-        self._codec = Codec(FromWorker)
+        self._codec = Codec(FromWorker, MAX_STEP_BYTES)
         self._on_ready = on_ready
         self._on_result = on_result
         self._on_gone = on_gone
         self._on_down = on_down
         self._ever_ready = False
         self._barren_deaths = 0
-        self._socket = bind_router(actor.context, self._endpoint)
+        self._socket = bind_router(actor.context, self._endpoint, MAX_STEP_BYTES)
         actor.add_socket(self._socket, self._receive)
         self._generation = 0
         self._busy_s = 0.0

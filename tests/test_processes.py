@@ -350,3 +350,94 @@ async def test_a_client_goes_on_with_the_next_scheduler_and_learns_when_there_is
         async with asyncio.timeout(60):
             with pytest.raises(EngineDownError, match="no word"):
                 await ids(client, [1], SHORT)
+
+
+async def test_an_abort_returns_though_its_consumer_walks_away(folder) -> None:
+    async with AsyncEngine(folder.args()) as engine:
+        stream = engine.generate([1, 2, 3], LONG, request_id="r")
+        await anext(stream)
+        abort = asyncio.create_task(engine.abort("r"))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        async with asyncio.timeout(10):
+            assert await abort
+
+
+def raw_client(endpoint: str) -> zmq.asyncio.Socket:
+    dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    dealer.connect(endpoint)
+    return dealer
+
+
+async def receive(dealer: zmq.asyncio.Socket, wanted: type) -> msgspec.Struct:
+    """The next message of a type; others are passed over."""
+    async with asyncio.timeout(20):
+        while True:
+            message = msgspec.msgpack.decode(await dealer.recv(), type=messages.ToClient)
+            if isinstance(message, wanted):
+                return message
+
+
+async def test_a_client_that_waits_for_the_engine_is_welcomed(folder, tmp_path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine"
+    dealer = raw_client(endpoint)
+    await dealer.send(msgspec.msgpack.encode(messages.Hello()))
+    async with AsyncEngine(folder.args(endpoint=endpoint)):
+        await receive(dealer, messages.Welcome)
+    dealer.close(linger=0)
+
+
+async def test_a_client_that_was_silent_for_too_long_is_told(folder, tmp_path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine"
+    async with AsyncEngine(folder.args(endpoint=endpoint, heartbeat_timeout_s=1)) as engine:
+        dealer = raw_client(endpoint)
+        await dealer.send(msgspec.msgpack.encode(messages.Hello()))
+        await receive(dealer, messages.Welcome)
+        async with asyncio.timeout(20):
+            while (await engine.stats())["clients"] > 1:
+                await ids(engine, [1], SamplingParams(max_tokens=1))
+        await dealer.send(msgspec.msgpack.encode(messages.ClientHeartbeat()))
+        await receive(dealer, messages.Forgotten)
+        await dealer.send(msgspec.msgpack.encode(messages.Hello()))
+        await receive(dealer, messages.Welcome)
+        dealer.close(linger=0)
+
+
+async def test_huge_strings_of_a_client_do_not_come_back(folder, tmp_path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine"
+    async with AsyncEngine(folder.args(endpoint=endpoint)) as engine:
+        dealer = raw_client(endpoint)
+        huge = "\n" * (60 << 20)  # its repr would be above the limit of a frame
+        for what in ("story", huge[: 20 << 20]):
+            await dealer.send(msgspec.msgpack.encode(messages.Call(1, what, huge[: 40 << 20])))
+            answer = await receive(dealer, messages.Answer)
+            assert len(answer.error) < 300
+        dealer.close(linger=0)
+        assert await ids(engine, [1, 2], SHORT) == folder.reference([1, 2], 20)
+
+
+FORKING_APP = """
+import multiprocessing, sys, time
+from deepinfer import EngineArgs, LLMEngine
+engine = LLMEngine(EngineArgs(model=sys.argv[1], worker_module="support.scripted_worker"))
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+child.start()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+async def test_an_engine_ends_with_its_app_also_when_the_app_had_forked(folder) -> None:
+    app = subprocess.Popen(
+        [sys.executable, "-c", FORKING_APP, str(folder.path)], stdout=subprocess.PIPE, text=True
+    )
+    assert app.stdout is not None
+    forked = int(await asyncio.to_thread(app.stdout.readline))
+    children = psutil.Process(app.pid).children(recursive=True)
+    engine = [process for process in children if process.pid != forked]
+    assert len(engine) == 2
+    app.kill()
+    app.wait()
+    app.stdout.close()
+    await wait_gone(engine)
+    os.kill(forked, signal.SIGKILL)

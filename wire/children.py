@@ -16,9 +16,10 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -26,6 +27,17 @@ _HEADER = struct.Struct("<I")
 _MAX_CONFIG_BYTES = 1 << 20
 _LIFELINE_FD = 0
 _STDERR_FD = 2
+
+# A process that the app forks must not hold the lifelines of the app's children.
+_lifelines: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
+
+
+def _let_go_after_fork() -> None:
+    for lifeline in _lifelines:
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -41,6 +53,7 @@ class Child:
         )
         frame = msgspec.msgpack.encode(config)
         assert self._process.stdin is not None
+        _lifelines.add(self._process.stdin)
         # A child that died at once shows up in poll(), with its exit status.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(_HEADER.pack(len(frame)) + frame)

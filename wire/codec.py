@@ -9,6 +9,9 @@ import msgspec
 MAX_MESSAGE_BYTES = 64 << 20
 """Nothing larger is sent or decoded: a prompt of a million tokens takes 4 MB."""
 
+MAX_STEP_BYTES = 1 << 30
+"""The limit between scheduler and worker, who trust each other: a plan may admit many requests."""
+
 
 class BadFrame(ValueError):
     """A frame that is no message: junk, truncated, oversized, or of the wrong shape."""

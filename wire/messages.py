@@ -131,6 +131,14 @@ class EngineDown(Message):
     message: str
 
 
+class Forgotten(Message):
+    """The client was silent, or did not read, for too long: its requests have ended.
+
+    It answers whatever such a client sends under its old identity, but ``Hello``. The client may
+    connect again and submit its requests with the tokens it has.
+    """
+
+
 class SchedulerHeartbeat(Message):
     """Sent every second to every client."""
 
@@ -240,4 +248,4 @@ class Answer(Message):
 
 
 FromClient = Hello | ClientHeartbeat | Goodbye | AddRequest | Abort | StopMatched | Call
-ToClient = Welcome | EngineDown | SchedulerHeartbeat | Refused | OutputBatch | Answer
+ToClient = Welcome | EngineDown | Forgotten | SchedulerHeartbeat | Refused | OutputBatch | Answer

@@ -77,13 +77,15 @@ def check_endpoint(endpoint: str) -> None:
     )
 
 
-def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int = MAX_MESSAGE_BYTES
+) -> zmq.Socket[bytes]:
     """Bind a ROUTER that reports an absent or stalled peer instead of dropping its messages.
 
     ``ValueError`` when the endpoint is not allowed or in use.
     """
     socket = context.socket(zmq.ROUTER)
-    _limit(socket)
+    _limit(socket, max_bytes)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A client that reconnects under its identity takes the place of its dead connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -137,21 +139,27 @@ def listens(endpoint: str) -> bool:
 
 
 def connect_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    identity: bytes,
+    max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> zmq.Socket[bytes]:
     """Connect a DEALER under the given identity (1 to 255 bytes, not starting with zero)."""
     check_endpoint(endpoint)
     socket = context.socket(zmq.DEALER)
-    _limit(socket)
+    _limit(socket, max_bytes)
+    # What waits here is this side's own: its requests, or the results of plans in flight. A limit
+    # would lose an abort among them.
+    socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.connect(endpoint)
     return socket
 
 
-def _limit(socket: zmq.Socket[bytes]) -> None:
+def _limit(socket: zmq.Socket[bytes], max_bytes: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     # The codec counts what is above its limit; past twice that the connection is cut unread.
-    socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_bytes)
     socket.setsockopt(zmq.IPV6, 1)
 
 
