@@ -155,19 +155,22 @@ class WorkerLink:
                 self._ever_ready = True
                 self._on_ready(message)
             case WorkerFailed():
-                self._bury(f"failed: {message.message}")
+                self._bury(f"failed: {message.message}", stated=True)
 
     @property
     def _said_hello(self) -> bool:
         return self._heard > self._started
 
-    def _bury(self, cause: str) -> None:
+    def _bury(self, cause: str, stated: bool = False) -> None:
         """The worker is dead or as good as dead: start another, unless that leads nowhere."""
+        status = self._child.poll()
         self._child.kill()
         self._barren_deaths += 1
         cause = f"the device worker {cause}"
-        # A first worker that does not get ready has a reason that the next one would have too.
-        if self._barren_deaths > DEATHS_ALLOWED or not self._ever_ready:
+        # A first worker that leaves by itself has a reason that the next one would have too; one
+        # that was killed or stopped from outside has not.
+        hopeless = not self._ever_ready and (stated or (status is not None and status >= 0))
+        if self._barren_deaths > DEATHS_ALLOWED or hopeless:
             self.give_up(cause)
             return
         self.restarts += 1

@@ -441,3 +441,31 @@ async def test_an_engine_ends_with_its_app_also_when_the_app_had_forked(folder) 
     app.stdout.close()
     await wait_gone(engine)
     os.kill(forked, signal.SIGKILL)
+
+
+async def test_an_endpoint_without_a_port_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="cannot be used"):
+        async with asyncio.timeout(10):
+            await Client("tcp://127.0.0.1:x").start()
+
+
+async def test_odd_names_beside_the_socket_directory_do_no_harm(
+    folder, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for owner in ("99999999999999999999", "\u00b2", "", "-1"):
+        (tmp_path / f"deepinfer-{owner}-x").mkdir()
+    async with AsyncEngine(folder.args()) as engine:
+        assert await ids(engine, [1, 2], SHORT) == folder.reference([1, 2], 20)
+
+
+async def test_a_worker_killed_while_it_loads_is_replaced(folder) -> None:
+    engine = AsyncEngine(folder.args())
+    starting = asyncio.create_task(engine.start())
+    async with asyncio.timeout(20):
+        while not (found := [p for p in engine_processes() if "worker" in str(p.cmdline())]):
+            await asyncio.sleep(0)
+    found[0].kill()
+    await starting
+    assert await ids(engine, [1, 2], SHORT) == folder.reference([1, 2], 20)
+    await engine.stop()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import ipaddress
 import os
+import re
 import shutil
 import socket as unix_socket
 import tempfile
@@ -45,15 +46,16 @@ def private_directory() -> Path:
 def _sweep(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*-*"):
         owner = folder.name.removeprefix(_PREFIX).split("-")[0]
-        if not owner.isdigit():
+        # Anybody may have put a name there that only looks like ours.
+        if not re.fullmatch("[0-9]{1,9}", owner):
             continue
-        try:
-            os.kill(int(owner), 0)
-        except ProcessLookupError:
-            if folder.stat(follow_symlinks=False).st_uid == os.getuid():
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            if folder.stat(follow_symlinks=False).st_uid != os.getuid():
+                continue
+            try:
+                os.kill(int(owner), 0)
+            except ProcessLookupError:
                 shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # alive, but another user's
-            continue
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -152,7 +154,11 @@ def connect_dealer(
     # would lose an abort among them.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.IDENTITY, identity)
-    socket.connect(endpoint)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close()  # an open one would keep its context from ending
+        raise ValueError(f"endpoint {endpoint} cannot be used: {error.strerror}") from error
     return socket
 
 
