@@ -40,11 +40,6 @@ class EngineProcess:
             SchedulerConfig(args=self.args, directory=str(self._directory), owner=self.identity),
         )
 
-    @property
-    def pid(self) -> int:
-        """Process id of the scheduler."""
-        return self._child.pid
-
     def cause_of_death(self) -> str | None:
         """Say how the scheduler ended; ``None`` while it runs."""
         if self._child.poll() is None:
