@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import zmq
@@ -66,21 +67,26 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
     num_blocks = args.num_kv_blocks or _blocks_in_memory(args, model)
     model.attach_cache(num_blocks, args.block_size)
     clock.lap("cache")
-    notice = threading.Timer(
-        _COMPILE_NOTICE_S,
-        lambda: print(
-            "deepinfer: compiling kernels for this machine; only the first start does, "
-            "it takes about a minute",
-            file=sys.stderr,
-            flush=True,
-        ),
-    )
-    notice.daemon = True
-    notice.start()
-    model.warm_up()
-    notice.cancel()
+    with _compile_notice():
+        model.warm_up()
     clock.lap("compile")
     return LoadedModel(model, num_blocks, backend.argmax, backend.team)
+
+
+@contextmanager
+def _compile_notice() -> Iterator[None]:
+    """Tell whoever waits what takes so long, if it does."""
+    text = (
+        "deepinfer: compiling kernels for this machine; only the first start does, "
+        "it takes about a minute"
+    )
+    notice = threading.Timer(_COMPILE_NOTICE_S, lambda: print(text, file=sys.stderr, flush=True))
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 def _blocks_in_memory(args: EngineArgs, model: Any) -> int:
@@ -105,7 +111,7 @@ class WorkerProcess:
     def __init__(self, config: WorkerConfig, load_model: LoadModel) -> None:
         self._config = config
         self._load_model = load_model
-        self._codec = Codec(ToWorker, MAX_STEP_BYTES)
+        self._codec = Codec(ToWorker, max_in=MAX_STEP_BYTES, max_out=MAX_STEP_BYTES)
         self._runner: Any = None
         self._actor = Actor()
         self._socket = connect_dealer(
@@ -118,7 +124,7 @@ class WorkerProcess:
 
     def run(self) -> None:
         """Load, then execute plans until told to stop. The process ends with the scheduler."""
-        self._send(WorkerHello(os.getpid()))
+        self._send(WorkerHello())
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         try:
             ready = self._load()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,13 +12,21 @@ from dataclasses import dataclass, field
 import msgspec
 
 from deepinfer.wire.actor import Actor
-from deepinfer.wire.codec import BadFrame, Codec
-from deepinfer.wire.messages import AddRequest, Forgotten, FromClient, Goodbye, Hello, Refused
+from deepinfer.wire.codec import MAX_REQUEST_BYTES, BadFrame, Codec
+from deepinfer.wire.messages import (
+    AddRequest,
+    EngineDown,
+    Forgotten,
+    FromClient,
+    Goodbye,
+    Hello,
+    Refused,
+)
 from deepinfer.wire.sockets import PeerFull, PeerGone, bind_also, bind_router, send_to
 
 MAX_CLIENTS = 4096
 MAX_BACKLOG_BYTES = 16 << 20
-"""What may wait for one client that does not read, beside ZeroMQ's own thousand messages."""
+"""What may wait for one client that does not read, beside what its socket holds."""
 
 
 @dataclass(slots=True)
@@ -33,7 +42,9 @@ class ClientLink:
 
     ``on_message`` gets each valid message; ``on_gone`` is called once when a client left, is silent
     past its limit, or let its backlog grow past the bound, with the rule that ends its requests.
-    Junk never reaches anyone: it is counted, and answered only where it was meant as a request.
+    Such a client is told ``Forgotten`` as soon as it reads, and again when it sends anything but
+    ``Hello``. Junk never reaches anyone: it is counted, and answered only where it was meant as a
+    request.
     """
 
     def __init__(
@@ -51,11 +62,14 @@ class ClientLink:
         self._silence_limit_s = silence_limit_s
         self._on_message = on_message
         self._on_gone = on_gone
-        self._codec = Codec(FromClient)
+        self._codec = Codec(FromClient, max_in=MAX_REQUEST_BYTES)
+        self._forgotten = self._codec.encode(Forgotten())
         self._clients: dict[bytes, _Client] = {}
         self._stalled: set[bytes] = set()
-        # Who was dropped and may still believe to be connected; the latest only.
+        # Who was dropped and may still believe to be connected (the latest only), and those among
+        # them who have yet to be told.
         self._dropped: dict[bytes, None] = {}
+        self._untold: dict[bytes, None] = {}
         self._socket = bind_router(actor.context, endpoint)
         actor.add_socket(self._socket, self._receive)
 
@@ -93,13 +107,14 @@ class ClientLink:
     def watch(self, now: float) -> None:
         """Drop the clients that were silent for too long."""
         for identity, client in list(self._clients.items()):
-            if identity != self._owner and now - client.heard > self._silence_limit_s:
+            owned = self._owner and identity.startswith(self._owner)
+            if not owned and now - client.heard > self._silence_limit_s:
                 self._drop(identity, "disconnect")
 
     @property
     def stalled(self) -> bool:
-        """Whether some client has a backlog; call ``push`` again soon then."""
-        return bool(self._stalled)
+        """Whether something waits for a client that does not read; call ``push`` soon then."""
+        return bool(self._stalled or self._untold)
 
     def push(self) -> None:
         """Send what waits for clients that read again."""
@@ -114,6 +129,17 @@ class ClientLink:
                 continue
             except PeerGone:
                 self._drop(identity, "disconnect")
+        for identity in list(self._untold):
+            self._tell_forgotten(identity)
+
+    def _tell_forgotten(self, identity: bytes) -> None:
+        self._untold.pop(identity, None)
+        try:
+            send_to(self._socket, identity, self._forgotten)
+        except PeerFull:
+            self._untold[identity] = None
+        except PeerGone:
+            self._dropped.pop(identity, None)
 
     def _hold(self, identity: bytes, client: _Client, frame: bytes) -> None:
         client.backlog.append(frame)
@@ -122,13 +148,18 @@ class ClientLink:
         if client.backlog_bytes > MAX_BACKLOG_BYTES:
             self._drop(identity, "slow_reader")
 
-    def _drop(self, identity: bytes, rule: str) -> None:
+    def _drop(self, identity: bytes, rule: str, *, left: bool = False) -> None:
+        """End what a client has here; unless it ``left`` by itself it is to hear of it."""
         self._stalled.discard(identity)
-        if self._clients.pop(identity, None) is not None:
-            self._dropped[identity] = None
+        if self._clients.pop(identity, None) is None:
+            return
+        if not left:
+            self._dropped[identity] = self._untold[identity] = None
             if len(self._dropped) > MAX_CLIENTS:
-                del self._dropped[next(iter(self._dropped))]
-            self._on_gone(identity, rule)
+                oldest = next(iter(self._dropped))
+                del self._dropped[oldest]
+                self._untold.pop(oldest, None)
+        self._on_gone(identity, rule)
 
     def _receive(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
@@ -143,22 +174,27 @@ class ClientLink:
             return
         client = self._clients.get(identity)
         if client is None and identity in self._dropped:
-            if not isinstance(message, Hello):
-                with contextlib.suppress(PeerFull, PeerGone):
-                    send_to(self._socket, identity, self._codec.encode(Forgotten()))
+            if identity in self._untold or not isinstance(message, Hello):
+                self._tell_forgotten(identity)
+            if not isinstance(message, Hello) or identity in self._untold:
                 return
-            del self._dropped[identity]
+            self._dropped.pop(identity, None)
         if client is None:
             if len(self._clients) >= MAX_CLIENTS:
-                self.junk_frames += 1
+                self._turn_away(identity)
                 return
             client = self._clients[identity] = _Client(time.monotonic())
         client.heard = time.monotonic()
         client.greeted |= isinstance(message, Hello)
         if isinstance(message, Goodbye):
-            self._drop(identity, "disconnect")
+            self._drop(identity, "disconnect", left=True)
         else:
             self._on_message(identity, message)
+
+    def _turn_away(self, identity: bytes) -> None:
+        message = EngineDown(f"{MAX_CLIENTS} clients are connected, which is the limit")
+        with contextlib.suppress(PeerFull, PeerGone):
+            send_to(self._socket, identity, self._codec.encode(message))
 
     def _answer_bad_request(self, identity: bytes, frame: bytes, error: str) -> None:
         """A frame that was meant as a request is refused by name, not only counted."""
@@ -175,5 +211,16 @@ class ClientLink:
             and isinstance(parts[1], int)
             and 0 <= parts[1] < 1 << 32
         ):
-            field_name, text = error.split(" ", 1)[0], error.split(" - at `$", 1)[0]
-            self.send(identity, Refused(parts[1], "invalid", field_name[:100], text[:1000]))
+            self.send(identity, Refused(parts[1], "invalid", _field(error), error[:1000]))
+
+
+def _field(error: str) -> str:
+    """Return the field of an ``AddRequest`` that a decoding error is about."""
+    text, _, path = error.partition(" - at `$")
+    if name := re.match(r"\[\d+\]\.(\w+)", path):
+        return name[1]
+    first_word = text.partition(" ")[0]
+    if first_word.islower():  # a check of ``SamplingParams``
+        return first_word
+    index = re.match(r"\[(\d+)\]", path)
+    return AddRequest.__struct_fields__[int(index[1]) - 1] if index else ""

@@ -44,6 +44,11 @@ class Core:
         self._closed: tuple[str, str] | None = None
 
     @property
+    def idle(self) -> bool:
+        """Whether no accepted request is open."""
+        return len(self._life.clients) == 0
+
+    @property
     def limit(self) -> int:
         """Most tokens a sequence may hold; known once a worker was ready."""
         return self._life.rules.limit
@@ -119,9 +124,13 @@ class Core:
         deadlines = self._life.deadlines
         return deadlines[0][0] if deadlines else None
 
+    def drain(self) -> None:
+        """Refuse what comes from now on; what was accepted goes on."""
+        self._close("shutdown", "the engine shuts down; ask another, or this one later")
+
     def shutdown(self, now: float) -> None:
         """End everything, refuse what comes."""
-        self._close("shutdown", "the engine shuts down")
+        self.drain()
         self._end_all(Ending.SHUTDOWN, now)
 
     # ---- looking in -----------------------------------------------------------------------------
@@ -203,7 +212,7 @@ class Core:
             message = f"request_id {shown(add.request_id)} is in use by a live request"
             return Refused(add.key, "duplicate", "request_id", message)
         limit = self._life.args.max_queue_len
-        if len(self._life.queue) >= limit:
+        if len(self._life.queue) >= limit and not add.resubmitted:
             return Refused(add.key, "busy", "", f"{limit} requests wait already; retry later")
         return None
 

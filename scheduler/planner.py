@@ -12,6 +12,9 @@ from deepinfer.scheduler.victims import memory_victim, priority_victims
 from deepinfer.wire.columns import Int32, pack_int32
 from deepinfer.wire.steps import RowAdmit, StepPlan
 
+MAX_ADMIT_BYTES = 4 << 20
+"""About how much one step brings a worker to unpack; it is silent meanwhile."""
+
 
 class Planner:
     """Plans steps. With ``depth`` 2 a step is planned while the one before it runs.
@@ -39,10 +42,12 @@ class Planner:
         # Before anybody grows: who is preempted must not be given a block in the same plan.
         preempted = life.queue.by_priority and self._make_room(now)
         grown, short = self._grow(now)
-        nobody_left = not life.prefilling and not life.table.decode.any()
-        if nobody_left or not (preempted or short):
+        if not (preempted or short) or self._nobody_left():
             self._fill_slots(now)
         return self._compose(grown, now)
+
+    def _nobody_left(self) -> bool:
+        return not self._life.prefilling and not self._life.table.decode.any()
 
     # ---- rows that run --------------------------------------------------------------------------
 
@@ -118,7 +123,11 @@ class Planner:
             return
         budget = self._prefill_budget()
         wanted = sum(map(self._remaining, life.prefilling))
-        while (head := life.queue.head()) is not None and table.free_slots:
+        admit_bytes = 0
+        while table.free_slots and admit_bytes < MAX_ADMIT_BYTES:
+            head = life.queue.head()
+            if head is None:
+                break
             full = len(life.prefilling) >= MAX_PREFILLING and wanted >= budget
             if full and self._is_full_before(head, budget):
                 break
@@ -128,6 +137,7 @@ class Planner:
             if life.missing_blocks(head, cached) > life.pool.available:
                 break
             life.take_slot(head, cached, now)
+            admit_bytes += head.wire_bytes
             wanted += self._remaining(head)
 
     def _is_full_before(self, head: Sequence, budget: int) -> bool:
@@ -170,8 +180,11 @@ class Planner:
         if not len(decode) and not chunks:
             assert not grown
             return None
-        np.add(table.computed, life.tokens_per_row, out=table.computed, where=table.decode)
-        np.add(table.sure, 1, out=table.sure, where=table.decode)
+        # Many times quicker than an addition with ``where``.
+        rows = table.decode.astype(np.int32)
+        table.sure += rows
+        rows *= life.tokens_per_row
+        table.computed += rows
         for sequence in finishing:
             life.start_decoding(sequence)
         slots = decode

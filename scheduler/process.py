@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from pathlib import Path
@@ -44,6 +45,8 @@ class SchedulerProcess:
         self._down_told = False
         self._started = self._last_step = time.monotonic()
         self._steps = 0
+        self._worker_busy_ns = self._worker_idle_ns = 0
+        self._step_ended_ns: int | None = None
         self._actor = Actor(after_turn=self._turn)
         self._clients = ClientLink(
             self._actor,
@@ -70,10 +73,15 @@ class SchedulerProcess:
                 self._worker.give_up(str(error))
         self._actor.every(0.1, self._watch)
         self._actor.every(1.0, self._beat)
-        self._actor.on_signals((signal.SIGTERM,), self._on_sigterm)
+        self._drain_until = math.inf
+        self._actor.on_signals((signal.SIGTERM, signal.SIGUSR1), self._on_signal)
 
     def run(self) -> None:
-        """Run until SIGTERM or until the parent is gone."""
+        """Run until a signal or until the parent is gone.
+
+        SIGTERM drains: what is open may finish within ``drain_timeout_s``. SIGUSR1, or a second
+        signal, ends everything at once.
+        """
         self._actor.run(timeout_s=self._longest_wait)
         self._worker.stop()
         self._actor.close()
@@ -83,6 +91,10 @@ class SchedulerProcess:
     def _turn(self) -> None:
         now = time.monotonic()
         self._core.tick(now)
+        told = self._core.idle and not self._clients.stalled
+        if self._draining and (told or now >= self._drain_until):
+            self._core.shutdown(now)
+            self._actor.stop()
         # The worker first: it computes while the outputs are encoded.
         while self._worker.state is WorkerState.READY and (plan := self._core.plan(now)):
             self._worker.send(plan)
@@ -101,6 +113,8 @@ class SchedulerProcess:
         deadline = self._core.next_deadline()
         if deadline is not None:
             waits.append(deadline - time.monotonic())
+        if self._draining:
+            waits.append(self._drain_until - time.monotonic())
         return min(waits) if waits else None
 
     def _watch(self) -> None:
@@ -111,9 +125,15 @@ class SchedulerProcess:
         for client in self._clients.greeted():
             self._clients.send(client, SchedulerHeartbeat(self._steps))
 
-    def _on_sigterm(self, _: int) -> None:
-        self._core.shutdown(time.monotonic())
-        self._actor.stop()
+    @property
+    def _draining(self) -> bool:
+        return self._drain_until < math.inf
+
+    def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        at_once = number == signal.SIGUSR1 or self._draining
+        self._drain_until = now if at_once else now + self._config.args.drain_timeout_s
+        self._core.drain()
 
     # ---- clients --------------------------------------------------------------------------------
 
@@ -156,6 +176,8 @@ class SchedulerProcess:
             "clients": len(self._clients),
             "junk_frames": self._clients.junk_frames + self._worker.junk_frames,
             "worker_restarts": self._worker.restarts,
+            "worker_busy_s": self._worker_busy_ns / 1e9,
+            "worker_idle_s": self._worker_idle_ns / 1e9,
             "last_step_age_s": now - self._last_step,
             "uptime_s": now - self._started,
         }
@@ -213,9 +235,16 @@ class SchedulerProcess:
             self._core.step_result(result, self._last_step)
         except BrokenResult as error:
             self._worker.replace(f"sent a broken result: {error}")
+            return
+        self._worker_busy_ns += result.ended_ns - result.started_ns
+        if self._step_ended_ns is not None:
+            self._worker_idle_ns += result.started_ns - self._step_ended_ns
+        # Time without a request to work for is not counted as idle.
+        self._step_ended_ns = None if self._core.idle else result.ended_ns
 
     def _on_worker_gone(self, cause: str) -> None:
         log.warning("%s; starting another", cause)
+        self._step_ended_ns = None
         self._core.worker_gone(time.monotonic(), cause)
 
     def _on_worker_down(self, cause: str) -> None:

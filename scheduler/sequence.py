@@ -107,6 +107,13 @@ class Sequence:
         "waited_s",
     )
 
+    @property
+    def wire_bytes(self) -> int:
+        """About how many bytes it takes to tell a worker of this sequence."""
+        params = self.params
+        ids = len(params.allowed_token_ids or ()) + len(params.golden_token_ids or ())
+        return len(self.tokens) + 4 * ids
+
     def __init__(
         self,
         *,

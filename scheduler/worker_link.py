@@ -62,7 +62,7 @@ class WorkerLink:
         self.junk_frames = 0
         self._args = args
         self._endpoint = f"ipc://{directory}/worker"
-        self._codec = Codec(FromWorker, MAX_STEP_BYTES)
+        self._codec = Codec(FromWorker, max_in=MAX_STEP_BYTES, max_out=MAX_STEP_BYTES)
         self._on_ready = on_ready
         self._on_result = on_result
         self._on_gone = on_gone

@@ -10,11 +10,12 @@ import pytest
 
 from deepinfer.scheduler.clients import MAX_EARLY_ABORTS
 from deepinfer.scheduler.core import Core
+from deepinfer.scheduler.planner import MAX_ADMIT_BYTES
 from deepinfer.scheduler.story import MAX_EVENTS, MAX_FINISHED
 from deepinfer.wire.columns import pack_int32
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import Abort, AddRequest, ImageRef, Refused
-from deepinfer.wire.params import SamplingParams
+from deepinfer.wire.params import MAX_ALLOWED_TOKEN_IDS, SamplingParams
 from support.core_driver import VOCAB, CoreDriver, Request
 
 
@@ -119,6 +120,27 @@ def test_a_full_queue_refuses_until_there_is_room_again() -> None:
     engine.run()
     for request in (running, waiting[1], later):
         engine.hold_alone(request)
+
+
+def test_a_request_that_was_accepted_before_a_failover_finds_room_in_a_full_queue() -> None:
+    engine = driver(max_queue_len=1, max_num_seqs=1)
+    engine.add([5], greedy(20))
+    engine.step()
+    requests = [engine.add([6], greedy(3), resubmitted=True) for _ in range(5)]
+    engine.run()
+    for request in requests:
+        engine.hold_alone(request)
+
+
+def test_requests_with_long_lists_do_not_all_come_to_the_worker_in_one_plan() -> None:
+    engine = driver(max_num_seqs=64, max_num_batched_tokens=256)
+    ids = [1] * MAX_ALLOWED_TOKEN_IDS
+    for _ in range(20):
+        engine.add([5], greedy(2, allowed_token_ids=ids, golden_token_ids=ids))
+    engine.run()
+    admitted = [len(plan.admitted) for plan in engine.plans]
+    assert sum(admitted) == 20
+    assert max(admitted) <= 1 + MAX_ADMIT_BYTES // (8 * MAX_ALLOWED_TOKEN_IDS)
 
 
 def test_one_client_cannot_have_two_live_requests_of_one_id_or_key_but_two_clients_can() -> None:

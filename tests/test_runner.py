@@ -127,7 +127,7 @@ def test_a_strong_penalty_joins_late_and_never_repeats():
     calm = engine.add([4, 4])
     engine.step(chunk_size=9)
     engine.step()
-    strong = SamplingParams(temperature=0.0, repetition_penalty=1e9, max_tokens=1000)
+    strong = SamplingParams(temperature=0.0, repetition_penalty=100.0, max_tokens=1000)
     penalised = engine.add([1, 2], strong)
     engine.run(20)
     seen = [*penalised.prompt, *penalised.outputs]

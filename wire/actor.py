@@ -14,8 +14,10 @@ from collections.abc import Callable
 
 import zmq
 
-# A socket is drained at most this far in one turn, so that a flood on one cannot starve another.
+# A socket is drained at most this far in one turn, so that a flood on one starves neither another
+# nor the timers and the work after the turn.
 _FRAMES_PER_TURN = 256
+_SECONDS_PER_TURN = 0.01
 
 
 class Actor:
@@ -100,8 +102,9 @@ class Actor:
 
     def _drain(self, zmq_socket: zmq.Socket[bytes]) -> None:
         handler = self._handlers.get(zmq_socket)
+        end = time.monotonic() + _SECONDS_PER_TURN
         for _ in range(_FRAMES_PER_TURN):
-            if handler is None or zmq_socket.closed:
+            if handler is None or zmq_socket.closed or time.monotonic() > end:
                 return
             try:
                 frames = zmq_socket.recv_multipart(zmq.NOBLOCK)

@@ -74,9 +74,13 @@ class Child:
         self._process.wait()
         self._close_lifeline()
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal; nothing happens when it has ended."""
+        self._process.send_signal(number)
+
     def finish(self, grace_s: float) -> None:
-        """Ask it to finish (SIGTERM); kill it after the grace time."""
-        self._process.terminate()
+        """Ask it to finish (SIGUSR1); kill it after the grace time."""
+        self._process.send_signal(signal.SIGUSR1)
         self._wait_or_kill(grace_s)
 
     def stop(self, grace_s: float) -> None:

@@ -6,9 +6,9 @@ import msgspec
 
 from deepinfer.wire.checks import check_choice, check_float, check_int, shown
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
-QUANTIZATIONS = ("none", "int8", "int4")
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu")
+QUANTIZATIONS = ("none",)
 POLICIES = ("fcfs", "priority")
 
 
@@ -27,7 +27,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     device: str = "auto"
     """auto or cpu."""
     quantization: str = "none"
-    """none; int8 and int4 are not supported yet."""
+    """none: the weights as they are."""
     max_model_len: int | None = None
     """Tokens a sequence may hold, prompt and output; the model's own limit when not given."""
     block_size: int = 16
@@ -55,7 +55,9 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     max_queue_len: int = 16384
     """Requests that may wait; more are refused with a retry-later error."""
     heartbeat_timeout_s: float = 10.0
-    """A process or client silent for longer counts as dead."""
+    """A process or client silent for longer counts as dead; at least 2: all speak every second."""
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, how long accepted requests may take to finish before they are ended."""
     start_timeout_s: float = 600.0
     """Longest time for loading the model."""
     num_threads: int | None = None
@@ -72,17 +74,12 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
         check_choice("device", self.device, DEVICES)
         check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("policy", self.policy, POLICIES)
-        if self.quantization != "none":
-            raise ValueError(f"quantization {self.quantization} is not supported by this version")
-        if self.device == "cuda":
-            raise ValueError("device cuda is not supported by this version; use cpu")
-        if self.dtype == "float16":
-            raise ValueError("dtype float16 is not supported on the CPU; use bfloat16 or float32")
         check_int("block_size", self.block_size, 1, 1024)
         check_int("max_num_seqs", self.max_num_seqs, 1, 65_536)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         check_int("max_queue_len", self.max_queue_len, 1, 1 << 24)
-        check_float("heartbeat_timeout_s", self.heartbeat_timeout_s, 0.1, 86_400)
+        check_float("heartbeat_timeout_s", self.heartbeat_timeout_s, 2.0, 86_400)
+        check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86_400)
         check_float("start_timeout_s", self.start_timeout_s, 0.1, 86_400)
         for field, low in (
             ("max_model_len", 1),
@@ -110,7 +107,10 @@ class SchedulerConfig(msgspec.Struct, kw_only=True):
     The owner connects to ``ipc://DIRECTORY/engine``, others to ``args.endpoint`` if there is one.
     """
     owner: bytes = b""
-    """Identity of the client that owns this process; its life is watched by the lifeline."""
+    """How the identities of the client begin that owns this process.
+
+    Its life is watched by the lifeline and not by its heartbeats.
+    """
 
 
 class WorkerConfig(msgspec.Struct, kw_only=True):

@@ -57,8 +57,9 @@ class ImageRef(Part):
 class AddRequest(Message):
     """Ask for one sequence. ``prompt`` holds int32 token ids.
 
-    ``output`` holds tokens that were delivered before (a re-submission after a failover): the
-    sequence continues after them. ``timeout_ms`` is a deadline counted from the arrival.
+    ``resubmitted`` marks a request that an engine had accepted before a failover: it is not turned
+    away for a full queue, and ``output`` holds the tokens that were delivered: the sequence
+    continues after them. ``timeout_ms`` is a deadline counted from the arrival.
     ``salt`` separates prefix-cache entries of tenants. ``params.seed`` must be set;
     ``params.stop`` is the frontend's own business and not looked at here.
     """
@@ -73,6 +74,7 @@ class AddRequest(Message):
     output: bytes = b""
     salt: str = ""
     images: list[ImageRef] = []
+    resubmitted: bool = False
 
 
 class Abort(Message):
@@ -134,8 +136,9 @@ class EngineDown(Message):
 class Forgotten(Message):
     """The client was silent, or did not read, for too long: its requests have ended.
 
-    It answers whatever such a client sends under its old identity, but ``Hello``. The client may
-    connect again and submit its requests with the tokens it has.
+    It comes as soon as the client reads, and answers whatever it sends under its old identity
+    from then on, but ``Hello``. The client may begin anew with ``Hello``, or under another
+    identity, and submit its requests with the tokens it has.
     """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import msgspec
 
@@ -42,7 +42,7 @@ class SamplingParams(
     - ``seed``: the same seed gives the same tokens in any company; ``None`` draws one.
     - ``stop``: strings that end the text, at most 64 of at most 1,024 characters.
     - ``presence_penalty``, ``frequency_penalty`` in [-2, 2], over output tokens;
-      ``repetition_penalty`` above 0, over prompt and output tokens (1 is off).
+      ``repetition_penalty`` in [0.01, 100], over prompt and output tokens (1 is off).
     - ``logit_bias``: token id to an addend in [-100, 100].
     - ``allowed_token_ids``: when given, only these may be sampled.
     - ``bad_words``: strings (or lists of token ids) that may not be generated.
@@ -88,7 +88,7 @@ class SamplingParams(
         self._check_stops()
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         self._check_ids()
         self._check_bad_words()
         for field in ("logprobs", "prompt_logprobs"):
@@ -115,7 +115,7 @@ class SamplingParams(
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ``ValueError`` naming the field when a token id is not in ``[0, vocab_size)``."""
-        fields: list[tuple[str, Iterable[int] | None]] = [
+        fields: list[tuple[str, Collection[int] | None]] = [
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", self.logit_bias),
             ("allowed_token_ids", self.allowed_token_ids),
@@ -123,12 +123,11 @@ class SamplingParams(
         ]
         fields += [("bad_words", w) for w in self.bad_words or () if not isinstance(w, str)]
         for field, ids in fields:
-            for token_id in ids or ():
-                if token_id >= vocab_size:
-                    raise ValueError(
-                        f"{field} must hold token ids below the vocabulary size {vocab_size}, "
-                        f"got {token_id}"
-                    )
+            if ids and (highest := max(ids)) >= vocab_size:
+                raise ValueError(
+                    f"{field} must hold token ids below the vocabulary size {vocab_size}, "
+                    f"got {highest}"
+                )
 
     def _check_stops(self) -> None:
         if self.stop is not None and not isinstance(self.stop, str | list):
@@ -184,5 +183,7 @@ def _check_id_list(field: str, ids: list[int] | None, limit: int) -> None:
     if not isinstance(ids, list):
         raise ValueError(f"{field} must be a list of token ids, got {shown(ids)}")
     check_length(field, ids, limit)
-    for token_id in ids:
-        check_int(field, token_id, 0, _MAX_ID)
+    # Each id by itself only where one is wrong: a list may hold a quarter of a million.
+    if not set(map(type, ids)) <= {int} or (ids and not 0 <= min(ids) <= max(ids) <= _MAX_ID):
+        for token_id in ids:
+            check_int(field, token_id, 0, _MAX_ID)

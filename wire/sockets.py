@@ -14,12 +14,15 @@ from pathlib import Path
 
 import zmq
 
-from deepinfer.wire.codec import MAX_MESSAGE_BYTES
+from deepinfer.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
 MAX_IPC_PATH = 107
 """Bytes of a unix socket's path, a limit of the operating system."""
 
 _PREFIX = "deepinfer-"
+
+# Messages of one peer that wait inside a ROUTER, each way. More waits where its bytes are counted.
+_ROUTER_HWM = 64
 
 
 class PeerGone(Exception):
@@ -69,7 +72,10 @@ def check_endpoint(endpoint: str) -> None:
         raise ValueError(
             f"endpoint must be ipc://PATH or tcp://127.0.0.1:PORT, got {endpoint[:200]!r}"
         )
-    host = rest.rpartition(":")[0].strip("[]")
+    host, _, port = rest.rpartition(":")
+    host = host.strip("[]")
+    if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65_535:
+        raise ValueError(f"endpoint: a port is a number from 1 to 65535, got {port[:200]!r}")
     with contextlib.suppress(ValueError):
         if host == "localhost" or ipaddress.ip_address(host).is_loopback:
             return
@@ -80,7 +86,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int = MAX_MESSAGE_BYTES
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int = MAX_REQUEST_BYTES
 ) -> zmq.Socket[bytes]:
     """Bind a ROUTER that reports an absent or stalled peer instead of dropping its messages.
 
@@ -88,6 +94,7 @@ def bind_router(
     """
     socket = context.socket(zmq.ROUTER)
     _limit(socket, max_bytes)
+    socket.set_hwm(_ROUTER_HWM)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A client that reconnects under its identity takes the place of its dead connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

@@ -66,8 +66,6 @@ class StopWorker(Message):
 class WorkerHello(Message):
     """The process runs and begins to load."""
 
-    pid: int
-
 
 class WorkerReady(Message):
     """The model is loaded. ``phases`` are the seconds of each part of the start."""
