@@ -4,7 +4,9 @@
 
 ``out_tok_s`` is output tokens a second from the median of the repeats; ``ttft_ms_med`` the median
 time to the first token over the requests; ``decode_ms_tok`` (one stream) the time after the first
-token over the tokens after it; ``pss_mib`` the memory of all processes, shared pages once.
+token over the tokens after it; ``cached_share`` the prompt tokens found in the prefix cache over
+all of a run (the repeats begin with what the run before left there); ``pss_mib`` the memory of all
+processes, shared pages once.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from workloads import WORKLOADS, Workload
 from deepinfer import EngineArgs, LLMEngine, SamplingParams
 
 
-def run(engine: LLMEngine, workload: Workload, name: str) -> tuple[float, list[float], float]:
-    """Return the seconds of one run, each request's time to first token, and of the last token."""
+def run(engine: LLMEngine, workload: Workload, name: str) -> tuple[float, list[float], float, int]:
+    """Return the seconds of one run, each request's time to first token, that from the first token
+    to the last, and how many prompt tokens came from the cache.
+    """
     first: dict[str, float] = {}
+    cached = 0
     start = time.perf_counter()
     for i, (prompt, out) in enumerate(workload):
         params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
@@ -32,9 +37,10 @@ def run(engine: LLMEngine, workload: Workload, name: str) -> tuple[float, list[f
         for output in engine.step():
             tokens += 1
             first.setdefault(output.request_id, time.perf_counter() - start)
+            cached += output.cached_tokens if output.finished else 0
     seconds = time.perf_counter() - start
     assert tokens == sum(out for _, out in workload), "every request yields all its tokens"
-    return seconds, list(first.values()), seconds - min(first.values())
+    return seconds, list(first.values()), seconds - min(first.values()), cached
 
 
 def pss_mib() -> int:
@@ -80,6 +86,7 @@ def main() -> None:
         runs = [run(engine, workload, f"{name}-{rep}") for rep in range(arguments.reps)]
         seconds = statistics.median(r[0] for r in runs)
         out = sum(count for _, count in workload)
+        prompts = sum(len(prompt) for prompt, _ in workload)
         line = {
             "engine": "deepinfer",
             "setting": arguments.dtype + (" sync" if arguments.sync else ""),
@@ -88,7 +95,8 @@ def main() -> None:
             "sec_min": round(min(r[0] for r in runs), 4),
             "sec_med": round(seconds, 4),
             "sec_max": round(max(r[0] for r in runs), 4),
-            "prompt_tok": sum(len(prompt) for prompt, _ in workload),
+            "prompt_tok": prompts,
+            "cached_share": round(statistics.median(r[3] for r in runs) / prompts, 4),
             "out_tok": out,
             "out_tok_s": round(out / seconds, 2),
             "ttft_ms_med": round(1e3 * statistics.median(t for r in runs for t in r[1]), 2),

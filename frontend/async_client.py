@@ -14,12 +14,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import zmq
-
 from deepinfer.frontend.connection import LoopConnection
 from deepinfer.frontend.errors import EngineBusyError, EngineDownError, EngineError
 from deepinfer.frontend.outputs import RequestOutput
-from deepinfer.frontend.session import LOSSES_ALLOWED, Event, Prompt, Session
+from deepinfer.frontend.session import (
+    HEARTBEAT_S,
+    LOSSES_ALLOWED,
+    TAKEN_FOR_GONE,
+    Event,
+    Prompt,
+    Session,
+)
 from deepinfer.frontend.tokenizer import Tokenizer
 from deepinfer.wire.messages import (
     Answer,
@@ -27,7 +32,6 @@ from deepinfer.wire.messages import (
     ClientHeartbeat,
     EngineDown,
     Forgotten,
-    Goodbye,
     Hello,
     StoryEvent,
     ToClient,
@@ -37,7 +41,6 @@ from deepinfer.wire.params import SamplingParams
 
 log = logging.getLogger("deepinfer.frontend")
 
-_HEARTBEAT_S = 1.0
 _CALL_TIMEOUT_S = 10.0
 # Up to here tokenising takes less time than handing it to another thread is worth.
 _TOKENISE_INLINE_CHARS = 4096
@@ -46,12 +49,14 @@ _TOKENISE_INLINE_CHARS = 4096
 class AsyncClient:
     """Requests to one engine from one asyncio loop.
 
-    Starts by itself with the first call; ``async with`` starts and stops it.
+    Starts by itself with the first call; ``async with`` starts and stops it. ``RuntimeError`` when
+    it is used from another loop than the one it was started in.
     """
 
     def __init__(self, *, tokenizer: str | None = None, seed: int | None = None) -> None:
         self._tokenizer_path = tokenizer
         self._seed = seed
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: LoopConnection | None = None
         self._session: Session | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -69,21 +74,37 @@ class AsyncClient:
 
     async def start(self) -> None:
         """Connect and wait until the engine is ready; ``EngineDownError`` says why it is not."""
-        if self._session is not None:
-            return
         if self._dead:
             raise EngineDownError(self._dead)
-        if self._starting is None:
+        if self._starting is None and self._session is None:
+            self._loop = asyncio.get_running_loop()
             self._starting = asyncio.ensure_future(self._start())
-        # Shielded: one caller's cancellation must not stop the start others wait for.
-        await asyncio.shield(self._starting)
+            # Its callers may all be cancelled before they look at its error.
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._check_loop()
+        if (starting := self._starting) is None:
+            return
+        # Waited for and not awaited: one caller's cancellation must not stop the start others
+        # wait for, and a start that ``stop`` cancels is no cancellation of theirs.
+        await asyncio.wait((starting,))
+        if starting.cancelled():
+            raise EngineDownError(self._dead or "the start was cancelled")
+        starting.result()
 
     async def stop(self) -> None:
-        """Disconnect. Open requests end with an error here and are aborted in the engine."""
-        if self._starting is not None:
+        """Disconnect. Open requests end with an error here and are aborted in the engine.
+
+        When the loop it was started in is closed, another one may do this.
+        """
+        if not self._loop_is_closed():
+            self._check_loop()
+        # Said at once: whoever comes while this waits must not start anew.
+        self._dead = self._dead or "stop() was called"
+        if self._starting is not None and not self._loop_is_closed():
             self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
-        await self._close("the client was closed")
+            await asyncio.wait((self._starting,))
+        self._starting = None
+        await self._close(self._dead)
 
     async def __aenter__(self) -> Self:
         try:
@@ -118,8 +139,9 @@ class AsyncClient:
 
         ``prompt`` is a string, a list of token ids, or a list of chat messages. Closing or
         cancelling the iterator aborts the request. Raises ``ValueError`` for bad input before
-        anything is sent, ``EngineBusyError`` when the queue is full, ``EngineDownError`` when the
-        engine is gone. ``timeout_s`` ends the request with the detail ``deadline``.
+        anything is sent, ``EngineBusyError`` when the queue is full or the engine does not read,
+        ``EngineDownError`` when the engine is gone. ``timeout_s`` ends the request with the detail
+        ``deadline``.
         """
         if multi_modal_data:
             raise ValueError("multi_modal_data is not supported by this version")
@@ -130,7 +152,8 @@ class AsyncClient:
         else:
             loop = asyncio.get_running_loop()
             prepared = await loop.run_in_executor(None, session.prepare, prompt, sampling_params)
-            session = self._live_session()
+        self._check_room()
+        session = self._live_session()
         # From here to the first await nothing can be cancelled: the request is either not begun
         # or owned by the ``finally`` below.
         request = session.add(
@@ -160,6 +183,7 @@ class AsyncClient:
 
         Returns once the engine has ended it; ``False`` when no such request runs here.
         """
+        self._check_loop()
         request = self._session.get(request_id) if self._session is not None else None
         if request is None or self._session is None:
             return False
@@ -198,13 +222,34 @@ class AsyncClient:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _address(self) -> tuple[str, bytes]:
-        """Endpoint to connect to and identity to use; starts the engine where it is our own."""
+    def _address(self, *, same_engine: bool) -> tuple[str, bytes]:
+        """Return the endpoint to connect to and an identity that was not used before.
+
+        Starts an engine where it is our own, unless it is the ``same_engine`` as before.
+        """
         raise NotImplementedError
+
+    def _check_loop(self) -> None:
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            raise RuntimeError(
+                f"this {type(self).__name__} was started in another event loop and works only "
+                "there; make one in each loop"
+            )
+
+    def _loop_is_closed(self) -> bool:
+        return self._loop is not None and self._loop.is_closed()
+
+    def _check_room(self) -> None:
+        """Refuse a new request that would only wait in this process's memory."""
+        if self._connected and self._connection is not None and self._connection.stalled:
+            # What came while the app kept the loop busy counts.
+            self._connection.drain()
+            if self._connection.stalled:
+                raise EngineBusyError("the engine does not read: too much waits for it already")
 
     async def _start(self) -> None:
         try:
-            endpoint, identity = self._address()
+            endpoint, identity = self._address(same_engine=False)
             self._welcome = asyncio.get_running_loop().create_future()
             self._connection = LoopConnection(endpoint, identity, self._on_message)
             self._beating = asyncio.ensure_future(self._beat())
@@ -223,9 +268,10 @@ class AsyncClient:
 
     async def _close(self, cause: str) -> None:
         """Leave nothing behind; everyone who still waits learns why."""
-        if self._beating is not None:
-            self._beating.cancel()
-        self._fail(cause)
+        if not self._loop_is_closed():  # nobody waits in a closed loop
+            if self._beating is not None:
+                self._beating.cancel()
+            self._fail(cause)
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -234,19 +280,19 @@ class AsyncClient:
         """Say hello until welcomed, then send a heartbeat every second, and watch the engine."""
         while True:
             assert self._connection is not None
-            self._send(ClientHeartbeat() if self._connected else Hello())
+            self._connection.send(ClientHeartbeat() if self._connected else Hello())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._alarm.wait(), _HEARTBEAT_S)
+                await asyncio.wait_for(self._alarm.wait(), HEARTBEAT_S)
             self._alarm.clear()
             # Where the app kept the loop busy, what came meanwhile must count before silence does.
             self._connection.drain()
             if self._dead:
                 return
             cause = self._cause_of_death(time.monotonic() - self._connection.last_heard)
-            if self._forgotten:
-                cause = cause or "the engine had taken this client for gone"
             if cause:
-                self._lose(cause)
+                self._connect_again(cause, same_engine=False)
+            elif self._forgotten:
+                self._connect_again(TAKEN_FOR_GONE, same_engine=True)
             if self._dead:
                 return
 
@@ -254,21 +300,28 @@ class AsyncClient:
         """Say why the engine counts as gone, or return an empty string."""
         raise NotImplementedError
 
-    def _lose(self, cause: str) -> None:
-        """The scheduler is gone: connect to another, unless that failed too often."""
+    def _connect_again(self, cause: str, *, same_engine: bool) -> None:
+        """Go on at another scheduler or as another client, unless that failed too often.
+
+        What is open is submitted again with the welcome.
+        """
         assert self._connection is not None
         self._losses += 1
-        if self._session is None or self._dead or self._losses > LOSSES_ALLOWED:
+        never_ready = self._session is None and not same_engine
+        if never_ready or self._dead or self._losses > LOSSES_ALLOWED:
             self._fail(cause)
             return
         log.warning("%s; connecting again", cause)
         self._connected = self._forgotten = False
         self._connection.close(linger_s=0)
+        self._connection = None
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_exception(EngineBusyError(f"{cause}; connecting again"))
         try:
-            self._connection = LoopConnection(*self._address(), self._on_message)
+            self._connection = LoopConnection(
+                *self._address(same_engine=same_engine), self._on_message
+            )
         except (ValueError, OSError) as error:
             self._fail(f"{cause}; starting another failed: {error}")
 
@@ -280,21 +333,12 @@ class AsyncClient:
         elif self._session is not None:
             self._deliver(self._session.resubmit(message.info, time.monotonic()))
 
-    def _send(self, message: Any) -> None:
-        assert self._connection is not None
-        try:
-            self._connection.send(message)
-        except zmq.Again:
-            if not isinstance(message, Hello | ClientHeartbeat):
-                raise EngineBusyError("the engine does not read its messages") from None
-
     def _flush(self) -> None:
         session = self._live_session()
-        if not self._connected:
-            return  # all that is open is submitted again with the next welcome
         outbox, session.outbox = session.outbox, []
-        for message in outbox:
-            self._send(message)
+        if self._connected:  # else all that is open is submitted again with the next welcome
+            assert self._connection is not None
+            self._connection.send_all(outbox)
 
     def _live_session(self) -> Session:
         if self._dead or self._session is None:
@@ -339,22 +383,17 @@ class AsyncClient:
     async def _call(self, what: str, request_id: str = "") -> Answer:
         await self.start()
         self._live_session()
-        if not self._connected:
+        if not self._connected or self._connection is None:
             raise EngineBusyError("the connection to the engine is being made again")
         call_id = next(self._call_ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Call(call_id, what, request_id))
+            self._connection.send(Call(call_id, what, request_id))
             return await asyncio.wait_for(future, _CALL_TIMEOUT_S)
         except TimeoutError:
             raise EngineError(f"the engine did not answer {what} in {_CALL_TIMEOUT_S} s") from None
         finally:
             self._calls.pop(call_id, None)
-
-    def _say_goodbye(self) -> None:
-        if self._connection is not None and self._session is not None:
-            with contextlib.suppress(EngineBusyError):
-                self._send(Goodbye())
 
 
 class _Inbox:

@@ -7,10 +7,11 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 from deepinfer.frontend.client import Client
 from deepinfer.frontend.engine import AsyncEngine
-from deepinfer.frontend.errors import EngineDownError
+from deepinfer.frontend.errors import EngineDownError, EngineError
 from deepinfer.frontend.model_cache import cache_home
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import StoryEvent
@@ -25,30 +26,40 @@ def default_endpoint() -> str:
     return f"ipc://{cache_home() / 'engine.sock'}"
 
 
-def serve_forever(args: EngineArgs, on_ready: Callable[[], None]) -> None:
+def serve_forever(
+    args: EngineArgs, on_ready: Callable[[], None], on_drain: Callable[[int], None]
+) -> None:
     """Run an engine at ``args.endpoint`` until SIGINT or SIGTERM.
 
-    ``ValueError`` when another engine listens there, ``EngineDownError`` when the engine dies.
+    The first signal drains it: what is open may finish within ``args.drain_timeout_s``, and
+    ``on_drain`` hears how many requests that are. A second one ends it at once. ``ValueError`` when
+    another engine listens there, ``EngineDownError`` when the engine dies.
     """
     assert args.endpoint is not None
     scheme, _, path = args.endpoint.partition("://")
     if scheme == "ipc":
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     check_free(args.endpoint)
-    asyncio.run(_serve(args, on_ready))
+    asyncio.run(_serve(args, on_ready, on_drain))
 
 
-async def _serve(args: EngineArgs, on_ready: Callable[[], None]) -> None:
-    stopped = asyncio.Event()
+async def _serve(
+    args: EngineArgs, on_ready: Callable[[], None], on_drain: Callable[[int], None]
+) -> None:
+    stopped, hurried = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    starting = asyncio.ensure_future(stopped.wait())
+        loop.add_signal_handler(
+            number, lambda: hurried.set() if stopped.is_set() else stopped.set()
+        )
+    waits: list[asyncio.Future[Any]] = [
+        asyncio.ensure_future(event.wait()) for event in (stopped, hurried)
+    ]
     engine = AsyncEngine(args)
     try:
         # A signal must also end an engine that is still loading.
         start = asyncio.ensure_future(engine.start())
-        await asyncio.wait((start, starting), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((start, waits[0]), return_when=asyncio.FIRST_COMPLETED)
         if not start.done():
             start.cancel()
             return
@@ -60,9 +71,17 @@ async def _serve(args: EngineArgs, on_ready: Callable[[], None]) -> None:
                 raise EngineDownError(str(health["cause"]))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), _CHECK_S)
+        with contextlib.suppress(EngineError):  # one that is lost just now has nothing to tell
+            if (live := int((await engine.stats())["live"])) > 0:
+                on_drain(live)
+        draining = asyncio.ensure_future(engine.stop(drain=True))
+        waits.append(draining)
+        await asyncio.wait((draining, waits[1]), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        starting.cancel()
         await engine.stop()
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait(waits)
 
 
 def fetch_story(endpoint: str, request_id: str) -> list[StoryEvent]:

@@ -23,6 +23,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help: the one in boxes cuts long names short where the terminal has 80 columns.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="An LLM inference engine to embed, to talk to over ZeroMQ, or to put behind a gateway.",
 )
@@ -197,13 +199,23 @@ def batch(
 @app.command()
 @takes_engine_args()
 def engine(args: EngineArgs, quiet: Quiet = False) -> None:
-    """Run a bare engine for clients over ZeroMQ, until Ctrl-C."""
+    """Run a bare engine for clients over ZeroMQ, until Ctrl-C or SIGTERM.
+
+    Open requests may then finish within --drain-timeout-s; a second signal ends them.
+    """
     from deepinfer.frontend.bare_engine import default_endpoint, serve_forever
 
     if args.endpoint is None:
         args.endpoint = default_endpoint()
     _bring_model(args, quiet)
-    serve_forever(args, lambda: typer.echo(f"ready at {args.endpoint}"))
+    serve_forever(
+        args,
+        lambda: typer.echo(f"ready at {args.endpoint}"),
+        lambda live: typer.echo(
+            f"finishing {live} open requests, for {args.drain_timeout_s:g} s at most; "
+            "once more to stop now"
+        ),
+    )
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 
 from deepinfer.frontend.async_client import AsyncClient
+from deepinfer.wire.messages import Goodbye
 from deepinfer.wire.sockets import check_endpoint
 
 
@@ -32,12 +33,12 @@ class Client(AsyncClient):
         self._endpoint = endpoint
         self._silence_limit_s = silence_limit_s
 
-    async def stop(self) -> None:
-        """Disconnect; requests that are open are aborted in the engine."""
-        self._say_goodbye()
-        await super().stop()
+    async def _close(self, cause: str) -> None:
+        if self._connection is not None and not self._loop_is_closed():
+            self._connection.send(Goodbye())
+        await super()._close(cause)
 
-    def _address(self) -> tuple[str, bytes]:
+    def _address(self, *, same_engine: bool) -> tuple[str, bytes]:
         return self._endpoint, uuid.uuid4().hex.encode()
 
     def _cause_of_death(self, silent_s: float) -> str:

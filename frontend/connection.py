@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import zmq
 
-from deepinfer.wire.codec import BadFrame, Codec
+from deepinfer.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, BadFrame, Codec
 from deepinfer.wire.messages import ToClient
 from deepinfer.wire.sockets import connect_dealer
 
 # Frames taken before the loop's other tasks get a turn.
 _FRAMES_PER_TURN = 64
 
+# What may be sent to a scheduler that says nothing, though a live one speaks every second.
+_MAX_UNHEARD_BYTES = 64 << 20
+_STALL_S = 3.0
+
 
 class Connection:
-    """A DEALER to a scheduler with its codec. Not thread-safe."""
+    """A DEALER to a scheduler with its codec. Not thread-safe.
+
+    ``heard`` and ``last_heard`` (seconds of the monotonic clock) say whether and when anything
+    was received.
+    """
 
     def __init__(self, endpoint: str, identity: bytes) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.junk_frames = 0
-        self._codec = Codec(ToClient)
+        self.heard = False
+        self.last_heard = time.monotonic()
+        self._unheard_bytes = 0
+        self._codec = Codec(ToClient, max_in=MAX_MESSAGE_BYTES, max_out=MAX_REQUEST_BYTES)
         try:
             self.socket = connect_dealer(self._context, endpoint, identity)
         except BaseException:
@@ -31,8 +42,33 @@ class Connection:
             raise
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message without blocking; ``zmq.Again`` when the engine does not read."""
-        self.socket.send(self._codec.encode(message), zmq.NOBLOCK)
+        """Queue a message without blocking; ``ValueError`` when it is above the size limit.
+
+        The queue has no limit, so that no abort is ever lost; see :attr:`stalled`.
+        """
+        frame = self._codec.encode(message)
+        self._unheard_bytes += len(frame)
+        self.socket.send(frame, zmq.NOBLOCK)
+
+    def send_all(self, messages: Iterable[msgspec.Struct]) -> None:
+        """Send each of them; an error is raised when the others were sent."""
+        error: ValueError | None = None
+        for message in messages:
+            try:
+                self.send(message)
+            except ValueError as too_large:
+                error = error or too_large
+        if error is not None:
+            raise error
+
+    @property
+    def stalled(self) -> bool:
+        """Whether much was sent since the scheduler last spoke, and that is long ago.
+
+        Whoever has a new request asks here first: it would only wait in this process's memory.
+        """
+        silent_s = time.monotonic() - self.last_heard
+        return self._unheard_bytes > _MAX_UNHEARD_BYTES and silent_s > _STALL_S
 
     def receive(self) -> ToClient | None:
         """Return a message that has arrived, or ``None``. Junk is counted and dropped."""
@@ -41,6 +77,8 @@ class Connection:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return None
+            self.heard, self.last_heard = True, time.monotonic()
+            self._unheard_bytes = 0
             try:
                 message: ToClient = self._codec.decode(frame)
                 return message
@@ -72,12 +110,10 @@ class LoopConnection(Connection):
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(self.socket.getsockopt(zmq.FD))
         self._closed = False
-        self.heard = False
-        self.last_heard = time.monotonic()
         self._loop.add_reader(self._descriptor, self.drain)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message without blocking; ``zmq.Again`` when the engine does not read."""
+        """Queue a message without blocking; ``ValueError`` when it is above the size limit."""
         super().send(message)
         self._loop.call_soon(self.drain)
 
@@ -85,7 +121,8 @@ class LoopConnection(Connection):
         """Close; messages that are on their way get ``linger_s`` seconds."""
         if not self._closed:
             self._closed = True
-            self._loop.remove_reader(self._descriptor)
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
             super().close(linger_s)
 
     def drain(self) -> None:
@@ -96,7 +133,5 @@ class LoopConnection(Connection):
             message = self.receive()
             if message is None:
                 return
-            self.heard = True
-            self.last_heard = time.monotonic()
             self._on_message(message)
         self._loop.call_soon(self.drain)

@@ -9,6 +9,8 @@ from deepinfer.frontend.async_client import AsyncClient
 from deepinfer.frontend.engine_process import EngineProcess
 from deepinfer.wire.config import EngineArgs
 
+_LAST_WORDS_S = 0.5
+
 
 class AsyncEngine(AsyncClient):
     """Starts a private engine (scheduler and workers) and sends it requests.
@@ -26,6 +28,28 @@ class AsyncEngine(AsyncClient):
         self.args = args if args is not None else EngineArgs()
         super().__init__(seed=self.args.seed)
         self._process: EngineProcess | None = None
+        self._process_ended = asyncio.Event()
+        self._draining = False
+
+    async def stop(self, *, drain: bool = False) -> None:
+        """End the engine and its processes; ``EngineDownError`` ends what is still open here.
+
+        With ``drain`` everything that was accepted, of all clients, may first finish within
+        ``drain_timeout_s``, while new requests are refused with ``EngineBusyError``. Calling it
+        again without ``drain`` ends the wait.
+        """
+        if drain and self._session is not None and not self._dead and not self._draining:
+            self._check_loop()
+            assert self._process is not None
+            self._draining = True
+            self._process.drain()
+            await self._process_ended.wait()
+            # Each open request was given its end; the last ones may be on their way still.
+            while self._connection is not None and len(self._session):
+                if not self._connection.wait(_LAST_WORDS_S):
+                    break
+                self._connection.drain()
+        await super().stop()
 
     async def _close(self, cause: str) -> None:
         await super()._close(cause)
@@ -33,25 +57,35 @@ class AsyncEngine(AsyncClient):
         if process is not None:
             self._unwatch()
             await asyncio.get_running_loop().run_in_executor(None, process.stop)
+            self._process_ended.set()
 
-    def _address(self) -> tuple[str, bytes]:
+    def _address(self, *, same_engine: bool) -> tuple[str, bytes]:
         if self._process is not None:
+            if same_engine:
+                return self._process.endpoint, self._process.new_identity()
             self._unwatch()
             self._process.kill()
         self._process = EngineProcess(self.args)
         self._end_of_process = self._process.end_descriptor()
-        asyncio.get_running_loop().add_reader(self._end_of_process, self._alarm.set)
+        asyncio.get_running_loop().add_reader(self._end_of_process, self._on_process_end)
         return self._process.endpoint, self._process.identity
 
+    def _on_process_end(self) -> None:
+        self._alarm.set()
+        if self._draining:
+            self._process_ended.set()
+            # Readable from now on for good.
+            asyncio.get_running_loop().remove_reader(self._end_of_process)
+
     def _unwatch(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._end_of_process)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._end_of_process)
         os.close(self._end_of_process)
 
     def _cause_of_death(self, silent_s: float) -> str:
         assert self._process is not None and self._connection is not None
-        if cause := self._process.cause_of_death():
-            return cause
-        if silent_s > self._process.silence_limit_s(self._connection.heard):
+        cause = self._process.cause_of_death() or ""
+        if not cause and silent_s > self._process.silence_limit_s(self._connection.heard):
             self._process.kill()
-            return f"the scheduler was silent for {silent_s:.1f} s"
-        return ""
+            cause = f"the scheduler was silent for {silent_s:.1f} s"
+        return "" if self._draining else cause

@@ -14,8 +14,6 @@ import typer
 
 from deepinfer.wire.config import EngineArgs
 
-# One line for all: a variable beside every option makes the help twice as long.
-_PANEL = "Engine (or in the environment: --block-size as DEEPINFER_BLOCK_SIZE)"
 # For tests and other devices; it would only puzzle who reads the help.
 _HIDDEN = {"worker_module"}
 
@@ -64,8 +62,6 @@ def _option(field: msgspec.structs.FieldInfo, default: Any, description: str) ->
         *names,
         envvar=f"DEEPINFER_{field.name.upper()}",
         help=description,
-        rich_help_panel=_PANEL,
-        show_envvar=False,
         hidden=field.name in _HIDDEN,
     )
     return inspect.Parameter(

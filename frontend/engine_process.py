@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import uuid
 from pathlib import Path
 
@@ -32,6 +34,7 @@ class EngineProcess:
             raise ValueError(f"tokenizer: no tokenizer.json in {tokenizer}")
         self.args = msgspec.structs.replace(args, model=str(model), tokenizer=str(tokenizer))
         self.identity = uuid.uuid4().hex.encode()
+        self._renewals = itertools.count(1)
         self._directory = private_directory()
         # Never ``args.endpoint``: another engine may answer there.
         self.endpoint = f"ipc://{self._directory}/engine"
@@ -39,6 +42,10 @@ class EngineProcess:
             "deepinfer.scheduler",
             SchedulerConfig(args=self.args, directory=str(self._directory), owner=self.identity),
         )
+
+    def new_identity(self) -> bytes:
+        """Return an identity for the owner when the scheduler has taken it for gone."""
+        return self.identity + b"-%d" % next(self._renewals)
 
     def cause_of_death(self) -> str | None:
         """Say how the scheduler ended; ``None`` while it runs."""
@@ -63,7 +70,11 @@ class EngineProcess:
         self._child.kill()
         remove_directory(self._directory)
 
+    def drain(self) -> None:
+        """Let the engine end by itself when what it accepted is finished, or its time is over."""
+        self._child.send_signal(signal.SIGTERM)
+
     def stop(self) -> None:
-        """End the engine: open requests of all clients, scheduler, workers and directory."""
+        """End the engine at once: all open requests, scheduler, workers and directory."""
         self._child.finish(_STOP_GRACE_S)
         remove_directory(self._directory)

@@ -30,11 +30,12 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     max_num_batched_tokens: int = 0
     """The engine's token budget for one step."""
     token_logprobs: float = 0.0
-    """Log probability of the token, when ``logprobs`` was asked for."""
+    """Log probability of the token; 0.0, which says nothing, unless ``logprobs`` was asked for."""
     nextn_logprobs: float = 0.0
     """Log probability of the token by the draft head; 0 without one."""
     sum_smaller_probs: float = 0.0
-    """Probability mass of the tokens that are less likely than this one."""
+    """Probability mass of the tokens that are less likely than this one; 0.0, which says nothing,
+    unless ``logprobs`` was asked for."""
     top_logprobs: list[float] = []
     """Log probabilities of the most likely tokens, the largest first."""
     top_token_ids: list[int] = []

@@ -40,6 +40,12 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 LOSSES_ALLOWED = 5
 """Schedulers that may be lost in a row, none of them having got ready, before a client gives up."""
 
+HEARTBEAT_S = 1.0
+"""A client says at least this often that it is there."""
+
+TAKEN_FOR_GONE = "the engine had taken this client for gone: it was silent or did not read"
+"""What a ``Forgotten`` from the scheduler means."""
+
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the n seeds of a request differ
 
 
@@ -450,7 +456,7 @@ def _continuation(sample: _Sample, now: float) -> AddRequest:
     if add.timeout_ms is not None:
         left_ms = add.timeout_ms - (now - sample.submitted_at) * 1000
         add = msgspec.structs.replace(add, timeout_ms=max(left_ms, 1.0))
-    return msgspec.structs.replace(add, output=pack_int32(sample.token_ids))
+    return msgspec.structs.replace(add, output=pack_int32(sample.token_ids), resubmitted=True)
 
 
 def _note_prompt_logprobs(sample: _Sample, extra: RowExtra) -> None:

@@ -104,14 +104,19 @@ def test_without_options_the_arguments_are_the_defaults(deepinfer: Cli) -> None:
     assert WordEngine.instances[0].args == EngineArgs(model="m")
 
 
-def test_each_option_is_described_by_its_field(deepinfer: Cli) -> None:
+@pytest.mark.parametrize("columns", [80, 200])
+def test_each_option_is_described_by_its_field_with_its_variable(
+    deepinfer: Cli, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     status, out, _ = deepinfer("engine", "--help")
-    text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
     assert status == 0
-    assert "--max-queue-len" in text
-    assert "Requests that may wait" in text
-    assert "DEEPINFER_BLOCK_SIZE" in text
-    assert "--worker-module" not in text
+    text = " ".join(out.split())
+    assert "Requests that may wait; more are refused" in text
+    for field in FIELDS:
+        shown = field.name != "worker_module"
+        assert (f"--{field.name.replace('_', '-')} " in text) is shown
+        assert bool(re.search(rf"\bDEEPINFER_{field.name.upper()}\b", text)) is shown
 
 
 def test_the_version_is_told(deepinfer: Cli) -> None:
@@ -578,6 +583,50 @@ def test_an_engine_serves_its_endpoint_until_it_is_told_to_stop(tmp_path: Path) 
     finally:
         engine.send_signal(signal.SIGINT)
         assert engine.wait(60) == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("signals", [1, 2])
+def test_the_engine_command_finishes_what_is_open_or_ends_it_at_the_second_signal(
+    tmp_path: Path, signals: int
+) -> None:
+    folder = ScriptedFolder(tmp_path)
+    endpoint = f"ipc://{tmp_path}/e.sock"
+    options = ["--model", str(folder.path), "--worker-module", "support.scripted_worker"]
+    engine = subprocess.Popen(
+        [sys.executable, "-m", "deepinfer", "engine", "--endpoint", endpoint, *options],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert engine.stdout is not None
+    try:
+        assert engine.stdout.readline() == f"ready at {endpoint}\n"
+
+        async def ask() -> list[RequestOutput]:
+            params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+            async with Client(endpoint) as client:
+                outputs = client.generate([5, 6], params)
+                got = [await anext(outputs)]
+                with folder.held():
+                    engine.send_signal(signal.SIGTERM)
+                    assert engine.stdout is not None
+                    line = await asyncio.to_thread(engine.stdout.readline)
+                    assert line.startswith("finishing 1 open requests, for 30 s at most")
+                    if signals == 2:
+                        engine.send_signal(signal.SIGTERM)
+                        got += [output async for output in outputs]
+                return got + [output async for output in outputs]
+
+        outputs = asyncio.run(ask())
+        if signals == 1:
+            assert [output.token_id for output in outputs] == folder.reference([5, 6], 30)
+        else:
+            assert outputs[-1].finish_detail == "shutdown"
+        assert engine.wait(60) == 0
+    finally:
+        engine.kill()
+        engine.wait()
+        engine.stdout.close()
 
 
 @pytest.mark.process

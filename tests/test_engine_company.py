@@ -105,7 +105,7 @@ async def test_the_stop_policy_ends_a_preempted_request_with_a_true_prefix(folde
 
 
 async def test_penalties_and_bad_words_see_every_token_also_across_a_recompute(folder) -> None:
-    strong = SamplingParams(repetition_penalty=1e9, max_tokens=60, ignore_eos=True, seed=4)
+    strong = SamplingParams(repetition_penalty=100, max_tokens=60, ignore_eos=True, seed=4)
     words = [[a, b] for a in range(20, 40) for b in range(60, 70)][:200]
     banned = SamplingParams(bad_words=words, max_tokens=60, ignore_eos=True, seed=5)
     plain = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
