@@ -1,6 +1,7 @@
 """What one step costs the scheduler when nothing but tokens changes, in microseconds.
 
     python benchmarks/scheduler.py [--rows 32,256,1024] [--steps 400] [--clients 4]
+        [--vllm PYTHON --vllm-script SCRIPT --vllm-model FOLDER]
 
 Each row decodes; every block_size-th step it needs a block. The worker's answer is made up outside
 the clock. Prints one JSON line per number of rows:
@@ -8,7 +9,21 @@ the clock. Prints one JSON line per number of rows:
 - ``plan_us``, ``result_us``, ``outbox_us``: the core's own time, medians over the steps;
 - ``core_us``: their sum per step, the median;
 - ``encode_us``: msgpack for the plan and the output batches, and decoding the result;
-- ``total_us``: all of it.
+- ``total_us``: all of it;
+- ``core_min_us``: the core's time in the quickest step.
+
+With ``--vllm``, an interpreter that has vLLM, its scheduler is measured in between by a script that
+is run as ``PYTHON SCRIPT FOLDER --r ROWS --steps STEPS --block BLOCK`` and prints JSON lines with
+``R``, ``sched_plus_update_us`` and the medians in ``us_per_step``. This scheduler is then measured
+once more, and one line for each number of rows compares the slower of its two readings with the
+faster of vLLM's two schedulers (synchronous and asynchronous):
+
+- ``ratio``: vLLM's schedule and update over ``core_us``;
+- ``ratio_with_messages``: those plus encoding the outputs, pickling the scheduler's output and
+  unpickling the worker's, over ``total_us``;
+- ``ratio_of_minima``: the quickest steps instead of the median ones. On a machine that is busy with
+  other things this is the one to read: a long step is interrupted more often than a short one, so
+  medians flatter the quicker engine there.
 """
 
 from __future__ import annotations
@@ -17,6 +32,7 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
 import time
 
 import numpy as np
@@ -32,6 +48,7 @@ from deepinfer.wire.steps import FromWorker, StepPlan, StepResult, WorkerReady
 VOCAB = 49_152
 BLOCK_SIZE = 16
 PROMPT = 64
+VLLM_MESSAGES = ("encode", "pickle_so", "unpickle_mro")
 
 
 class Mirror:
@@ -133,7 +150,52 @@ def measure(rows: int, steps: int, clients: int) -> dict[str, float]:
         "total_us": total_us,
     }
     medians = {name: round(statistics.median(values), 1) for name, values in columns.items()}
-    return {"rows": rows, "clients": clients, "steps": len(core_us)} | medians
+    rest = {"core_min_us": round(min(core_us), 1)}
+    return {"rows": rows, "clients": clients, "steps": len(core_us)} | medians | rest
+
+
+def measure_vllm(options: argparse.Namespace) -> dict[int, dict[str, float]]:
+    """Return the better of vLLM's schedulers by number of rows, in microseconds a step."""
+    command = [options.vllm, options.vllm_script, options.vllm_model, "--r", options.rows]
+    command += ["--steps", str(options.steps), "--block", str(BLOCK_SIZE)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    best: dict[int, dict[str, float]] = {}
+    for line in output.splitlines():
+        if not line.startswith("{"):
+            continue
+        told = json.loads(line)
+        if told.get("what") != "scheduler" or told["block"] != BLOCK_SIZE or told["log_stats"]:
+            continue
+        if not told["prefix_caching"]:
+            continue
+        print(json.dumps({"engine": "vllm"} | told), flush=True)
+        parts = told["us_per_step"]
+        alone = told["sched_plus_update_us"]
+        if told["R"] not in best or alone < best[told["R"]]["alone"]:
+            best[told["R"]] = {
+                "alone": alone,
+                "min": parts["schedule"]["min"] + parts["update"]["min"],
+                "with_messages": alone + sum(parts[name]["med"] for name in VLLM_MESSAGES),
+            }
+    return best
+
+
+def compare(mine: list[dict[str, float]], vllm: dict[str, float]) -> dict[str, float]:
+    core_us, total_us, min_us = (
+        max(reading[name] for reading in mine) for name in ("core_us", "total_us", "core_min_us")
+    )
+    return {
+        "rows": mine[0]["rows"],
+        "core_us": core_us,
+        "vllm_us": round(vllm["alone"], 1),
+        "ratio": round(vllm["alone"] / core_us, 1),
+        "total_us": total_us,
+        "vllm_with_messages_us": round(vllm["with_messages"], 1),
+        "ratio_with_messages": round(vllm["with_messages"] / total_us, 1),
+        "core_min_us": min_us,
+        "vllm_min_us": round(vllm["min"], 1),
+        "ratio_of_minima": round(vllm["min"] / min_us, 1),
+    }
 
 
 def main() -> None:
@@ -141,9 +203,26 @@ def main() -> None:
     parser.add_argument("--rows", default="32,256,1024")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
+    parser.add_argument("--vllm-script", help="what measures vLLM's scheduler")
+    parser.add_argument("--vllm-model", help="a model folder for it")
     options = parser.parse_args()
-    for rows in map(int, options.rows.split(",")):
-        print(json.dumps(measure(rows, options.steps, options.clients)), flush=True)
+    if options.vllm and not (options.vllm_script and options.vllm_model):
+        parser.error("--vllm needs --vllm-script and --vllm-model")
+
+    def all_rows() -> dict[int, dict[str, float]]:
+        found = {}
+        for rows in map(int, options.rows.split(",")):
+            found[rows] = measure(rows, options.steps, options.clients)
+            print(json.dumps(found[rows]), flush=True)
+        return found
+
+    before = all_rows()
+    if options.vllm:
+        vllm = measure_vllm(options)
+        after = all_rows()
+        for rows, reading in before.items():
+            print(json.dumps(compare([reading, after[rows]], vllm[rows])), flush=True)
 
 
 if __name__ == "__main__":

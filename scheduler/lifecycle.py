@@ -26,12 +26,15 @@ from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import End, RowNote
 from deepinfer.wire.steps import RowAdmit, WorkerReady
 
-HEADROOM_NEW = 1
-HEADROOM_RESUMED = 4
-"""Blocks per row in a slot that a sequence leaves available when it enters, new or after a
-preemption. Measured on four mixes of lengths in a pool three times too small, without prefix
-cache: recomputed tokens per useful token are 0.28 to 0.42 with 1 and 4, 0.41 to 0.59 with 1 and 2,
-0.87 to 1.31 with 0 and 0; the steps to the end differ by less than a tenth."""
+HEADROOM_ROW = 1
+HEADROOM = 12
+"""Blocks that a sequence leaves available when it enters a slot: for each row that is there, and in
+all. The first keeps pace with large batches, whose rows also end and give blocks back all the time;
+the second is for a few rows, each of which may grow long before another ends. Measured without
+prefix cache on mixes that need three times a pool of 64 blocks: recomputed tokens per output token
+are 0.09 on average and 0.28 at worst; with one block per row alone (and four for a sequence that
+was preempted before) they were 0.25 and 0.89, for a twentieth fewer steps. In a pool of 256 blocks
+both are below 0.2 and take equally many steps. ``benchmarks/thrash.py`` measures it."""
 
 
 @dataclass(slots=True)
@@ -452,14 +455,22 @@ class Lifecycle:
         return sum(1 for flight in self.in_flight.values() if flight.chunks.get(slot) == epoch)
 
     def _headroom(self, sequence: Sequence) -> int:
-        """Blocks that stay available for the rows in slots when a sequence comes in.
+        """Blocks that stay available for rows to grow when a sequence comes in.
 
-        Without it the next rows that need a block would push somebody out again at once. One that
-        was preempted before leaves more room: its prefill is work done twice already. A sequence
-        alone needs none, so it always fits.
+        Without it the next rows that need a block would push somebody out again at once. It is
+        never more than the rows and the sequence can need to their longest lengths, and nothing
+        for a sequence alone, so that one always fits.
         """
-        rows = int(np.count_nonzero(self.table.decode)) + len(self.prefilling)
-        return rows * (HEADROOM_RESUMED if sequence.num_preemptions else HEADROOM_NEW)
+        table, size = self.table, self.args.block_size
+        slots = [*np.flatnonzero(table.decode).tolist(), *(seq.slot for seq in self.prefilling)]
+        if not slots:
+            return 0
+        # The last token of a sequence is never computed, so it needs no place.
+        missing = -((table.room[slots] - (table.max_length[slots] - 1)) // size)
+        own = -(-(self.rules.last_length(sequence) - 1) // size)
+        own -= -(-(len(sequence.tokens) // 4) // size)
+        needed = int(np.maximum(missing, 0).sum()) + max(own, 0)
+        return min(needed, len(slots) * HEADROOM_ROW + HEADROOM)
 
     def _wants_prompt_logprobs(self, sequence: Sequence) -> bool:
         wanted = sequence.params.prompt_logprobs is not None

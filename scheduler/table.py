@@ -131,9 +131,11 @@ class BatchTable:
 
     def add_block_each(self, slots: Int32, blocks: Int32) -> None:
         """Append one block to the block table of each of ``slots``."""
-        self.block_table[slots, self.held[slots]] = blocks
-        self.held[slots] += 1
-        self.room[slots] += self.block_size
+        held = self.held[slots]
+        self.block_table[slots, held] = blocks
+        held += 1
+        self.held[slots] = held
+        self.room[slots] = held * self.block_size
 
     def drop_blocks(self, slot: int) -> None:
         """Empty the slot's block table."""

@@ -26,6 +26,7 @@ operations = st.lists(
 def test_blocks_are_conserved_whatever_is_asked(
     num_blocks: int, steps: list[tuple[str, int, int]]
 ) -> None:
+    """CACHE-02 for the pool alone."""
     pool = BlockPool(num_blocks)
     tables: list[list[int]] = []
     names: dict[bytes, int] = {}

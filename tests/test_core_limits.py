@@ -194,9 +194,9 @@ def _down(engine: CoreDriver, _: Request) -> None:
 
 
 def _preempted() -> Request:
-    engine = driver(num_blocks=6)
-    older = engine.add([7] * 5, greedy(14, ignore_eos=True))
-    request = engine.add([7] * 5, greedy(14, ignore_eos=True))
+    engine = driver(num_blocks=20)
+    # Each grows to 12 blocks in the end, and all begin together.
+    older, _, request = (engine.add([7 + i] * 5, greedy(43, ignore_eos=True)) for i in range(3))
     engine.run()
     engine.hold_alone(older)
     return request

@@ -36,6 +36,7 @@ SETTINGS = list(itertools.product([True, False], [True, False], [8, 64], [1, 3])
 def test_eight_requests_in_room_for_three_say_what_they_say_alone(
     cache: bool, overlap: bool, budget: int, tokens_per_row: int
 ) -> None:
+    """PRE-01: prefix cache, chunks, overlap and drafts, each on and off."""
     engine = driver(
         24,
         tokens_per_row,
@@ -57,12 +58,19 @@ def test_eight_requests_in_room_for_three_say_what_they_say_alone(
 
 
 @pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("position", range(20))
-def test_a_request_evicted_at_any_position_continues_exactly(position: int, cache: bool) -> None:
-    engine = driver(64, enable_prefix_caching=cache, max_num_batched_tokens=8)
+def test_a_request_evicted_at_any_position_continues_exactly(
+    position: int, overlap: bool, cache: bool
+) -> None:
+    """PRE-01: a hook evicts at every position, with results in flight."""
+    engine = driver(
+        64, enable_prefix_caching=cache, async_scheduling=overlap, max_num_batched_tokens=8
+    )
     request, other = engine.add([5] * 21, greedy(14)), engine.add([6] * 5, greedy(20))
     for _ in range(position):
         engine.step()
+    engine.plan()
     evicted = engine.evict(request)
     engine.run()
     engine.hold_alone(request)
@@ -75,8 +83,10 @@ def test_a_request_evicted_at_any_position_continues_exactly(position: int, cach
     assert ("preempted" in [event.event for event in story]) == evicted
 
 
-def test_the_stop_policy_ends_a_preempted_request_with_a_correct_beginning() -> None:
-    engine = driver(24, stop_preempted_request=True)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_stop_policy_ends_a_preempted_request_with_a_correct_beginning(overlap: bool) -> None:
+    """PRE-01 in stop mode."""
+    engine = driver(24, stop_preempted_request=True, async_scheduling=overlap)
     requests = [engine.add([4 + i, 5, 6, 7], greedy(28)) for i in range(8)]
     engine.run()
     ended = [r for r in requests if r.end and r.end.detail == "preempted"]
@@ -114,21 +124,6 @@ def test_a_step_that_preempted_admits_nobody(stop: bool) -> None:
 def _preempted(engine: CoreDriver) -> float:
     stats = engine.core.stats()
     return stats["preemptions"] + stats["ended_preempted"]
-
-
-@pytest.mark.parametrize("cache", [True, False])
-def test_a_pool_three_times_too_small_recomputes_less_than_half_a_token_per_useful_one(
-    cache: bool,
-) -> None:
-    engine = driver(60, max_num_seqs=32, max_num_batched_tokens=128, enable_prefix_caching=cache)
-    # Each needs 15 blocks at its end: 12 of them need three times the pool.
-    requests = [engine.add([4 + i] * 8, greedy(52)) for i in range(12)]
-    engine.run()
-    for request in requests:
-        engine.hold_alone(request)
-    stats = engine.core.stats()
-    assert stats["preemptions"] > 0
-    assert stats["recomputed_tokens"] < 0.5 * stats["output_tokens"]
 
 
 def test_shared_beginnings_are_computed_once_also_by_prompts_that_come_together() -> None:
@@ -171,12 +166,16 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before_it(overlap: bool) -> No
 # ---- the worker dies ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("stop", [True, False])
 @pytest.mark.parametrize("moment", range(0, 12, 2))
 def test_streams_continue_exactly_after_a_worker_died_whatever_the_policy(
-    moment: int, stop: bool
+    moment: int, stop: bool, overlap: bool
 ) -> None:
-    engine = driver(64, stop_preempted_request=stop, max_num_batched_tokens=8)
+    """PROC-01 as the core sees it: the worker dies with results in flight, some come late."""
+    engine = driver(
+        64, stop_preempted_request=stop, async_scheduling=overlap, max_num_batched_tokens=8
+    )
     requests = [engine.add([5 + i] * (3 + 4 * i), greedy(10, prompt_logprobs=0)) for i in range(4)]
     for _ in range(moment):
         engine.step()
@@ -233,14 +232,16 @@ def test_tokens_go_to_whom_they_belong_after_a_worker_died() -> None:
 @pytest.mark.parametrize("length", [3, 4, 5, 15, 16, 17, 33])
 @pytest.mark.parametrize("budget", [8, 64])
 @pytest.mark.parametrize("evict_after", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("overlap", [True, False])
 def test_prompt_logprobs_come_once_per_position_whatever_is_cached_or_evicted(
-    length: int, budget: int, evict_after: int | None
+    length: int, budget: int, evict_after: int | None, overlap: bool
 ) -> None:
+    """LP-01: the cache on, chunks, evictions; each position once, none from somebody else."""
     plain = driver(64, enable_prefix_caching=False, max_num_batched_tokens=64)
     prompt = [5 + i % 7 for i in range(length)]
     alone = plain.add(prompt, greedy(4, prompt_logprobs=0))
     plain.run()
-    engine = driver(64, max_num_batched_tokens=budget)
+    engine = driver(64, max_num_batched_tokens=budget, async_scheduling=overlap)
     sharing = engine.add([*prompt[: length // 2], 9, 9, 9], greedy(4))
     engine.run()
     requests = []

@@ -144,6 +144,7 @@ def test_requests_with_long_lists_do_not_all_come_to_the_worker_in_one_plan() ->
 
 
 def test_one_client_cannot_have_two_live_requests_of_one_id_or_key_but_two_clients_can() -> None:
+    """ID-01."""
     engine = driver()
     first = engine.add([5, 6], greedy(), client=b"a", request_id="same")
     again = engine.add([7, 8], greedy(), client=b"a", request_id="same")
@@ -162,9 +163,13 @@ def test_one_client_cannot_have_two_live_requests_of_one_id_or_key_but_two_clien
     engine.hold_alone(elsewhere)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("how", ["finish", "abort", "fail"])
-def test_an_id_can_be_used_again_at_once_and_brings_no_token_of_the_earlier_run(how: str) -> None:
-    engine = driver()
+def test_an_id_can_be_used_again_at_once_and_brings_no_token_of_the_earlier_run(
+    how: str, overlap: bool
+) -> None:
+    """ID-01: with overlap a step of the earlier run may still be in flight."""
+    engine = driver(async_scheduling=overlap)
     pick = random.Random(0)
     for _ in range(150):
         request = engine.add(
@@ -192,9 +197,13 @@ def test_an_id_can_be_used_again_at_once_and_brings_no_token_of_the_earlier_run(
 # ---- aborts -------------------------------------------------------------------------------------
 
 
-def test_aborting_a_queued_request_ends_it_at_once_with_no_token_and_no_prefill() -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_aborting_a_queued_request_ends_it_at_once_with_no_token_and_no_prefill(
+    overlap: bool,
+) -> None:
+    """ABT-01, also in the step in which the running one ends."""
     for moment in range(14):
-        engine = driver(max_num_seqs=1)
+        engine = driver(max_num_seqs=1, async_scheduling=overlap)
         first = engine.add([5, 6, 7], greedy(6))
         second, third = engine.add([8] * 9, greedy(6)), engine.add([9] * 9, greedy(6))
         for _ in range(moment):
@@ -231,9 +240,11 @@ def test_an_abort_before_its_request_is_remembered_but_not_for_ever() -> None:
     engine.hold_alone(elsewhere)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("steps", range(12))
-def test_after_an_abort_nothing_more_comes_and_all_is_free(steps: int) -> None:
-    engine = driver()
+def test_after_an_abort_nothing_more_comes_and_all_is_free(steps: int, overlap: bool) -> None:
+    """ABT-03 as the core sees it."""
+    engine = driver(async_scheduling=overlap)
     request = engine.add([5] * 30, greedy(8))
     for _ in range(steps):
         engine.step()
@@ -264,9 +275,13 @@ def test_a_client_that_leaves_takes_only_its_own_requests_along() -> None:
 # ---- company, memory, stories -------------------------------------------------------------------
 
 
-def test_sixty_four_requests_in_any_company_say_what_they_say_alone() -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sixty_four_requests_in_any_company_say_what_they_say_alone(overlap: bool) -> None:
+    """ISO-01: arrivals, aborts and evictions at random in a pool that is too small."""
     pick = random.Random(3)
-    engine = driver(num_blocks=24, max_num_seqs=8, stop_preempted_request=False)
+    engine = driver(
+        num_blocks=24, max_num_seqs=8, stop_preempted_request=False, async_scheduling=overlap
+    )
     requests: list[Request] = []
     evicted = 0
     while len(requests) < 64 or any(request.live for request in requests):
@@ -291,6 +306,7 @@ def test_sixty_four_requests_in_any_company_say_what_they_say_alone() -> None:
 
 
 def test_memory_does_not_grow_with_the_requests_that_passed() -> None:
+    """LEAK-01 for the core."""
     engine = driver(max_num_seqs=4)
     engine.check = lambda: None  # type: ignore[method-assign]
     pick = random.Random(5)

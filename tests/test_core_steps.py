@@ -47,6 +47,7 @@ def steps_until(engine: CoreDriver, done: Request, most: int = 2000) -> int:
 def test_a_long_prompt_stops_neither_streams_nor_short_newcomers(
     num_long: int, overlap: bool
 ) -> None:
+    """SCH-01."""
     engine = driver(1100, async_scheduling=overlap)
     stream = engine.add([5] * 4, greedy(400))
     steps_until(engine, stream)
@@ -94,8 +95,17 @@ def test_decode_rows_never_wait_for_prompts() -> None:
 # ---- priorities ---------------------------------------------------------------------------------
 
 
-def test_a_high_priority_starts_within_two_steps_when_lower_ones_hold_every_slot() -> None:
-    engine = driver(max_num_seqs=2, policy="priority", stop_preempted_request=True)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_high_priority_starts_within_two_steps_when_lower_ones_hold_every_slot(
+    overlap: bool,
+) -> None:
+    """SCH-02."""
+    engine = driver(
+        max_num_seqs=2,
+        policy="priority",
+        stop_preempted_request=True,
+        async_scheduling=overlap,
+    )
     lows = [engine.add([5 + i] * 6, greedy(200), priority=5) for i in range(2)]
     for _ in range(20):
         engine.step()
@@ -145,8 +155,12 @@ def test_equal_or_higher_priorities_are_never_pushed_out() -> None:
         engine.hold_alone(request)
 
 
-def test_a_low_priority_completes_within_the_ageing_bound_under_endless_high_ones() -> None:
-    engine = driver(max_num_seqs=1, policy="priority")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_low_priority_completes_within_the_ageing_bound_under_endless_high_ones(
+    overlap: bool,
+) -> None:
+    """SCH-02: how long a low class waits is bounded."""
+    engine = driver(max_num_seqs=1, policy="priority", async_scheduling=overlap)
     low = engine.add([5] * 6, greedy(10), priority=3)
     highs: list[Request] = []
     while low.end is None:
@@ -163,9 +177,15 @@ def test_a_low_priority_completes_within_the_ageing_bound_under_endless_high_one
     engine.hold_alone(low)
 
 
-def test_equals_start_in_the_order_of_their_arrival_and_the_evicted_before_the_new() -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_equals_start_in_the_order_of_their_arrival_and_the_evicted_before_the_new(
+    overlap: bool,
+) -> None:
+    """SCH-02: equal classes with evictions."""
     for policy in ("fcfs", "priority"):
-        engine = driver(26, max_num_seqs=8, policy=policy, max_model_len=64)
+        engine = driver(
+            26, max_num_seqs=8, policy=policy, max_model_len=64, async_scheduling=overlap
+        )
         requests = [engine.add([4 + i] * 5, greedy(40)) for i in range(12)]
         engine.run()
         starts = [request.steps[0] for request in requests]

@@ -49,6 +49,7 @@ async def assert_quiet(engine: AsyncEngine) -> None:
 
 
 async def test_requests_that_never_ran_end_with_abort_and_no_token(folder) -> None:
+    """ABT-01."""
     async with AsyncEngine(folder.args(max_num_seqs=1)) as engine:
         stream = engine.generate([3, 4], ENDLESS, request_id="a")
         started = await anext(stream)
@@ -74,6 +75,7 @@ async def test_requests_that_never_ran_end_with_abort_and_no_token(folder) -> No
 
 
 async def test_three_hundred_consumers_that_walk_away_leave_nothing(engine, folder) -> None:
+    """ABT-03."""
     rng = random.Random(5)
 
     async def walk_away(number: int) -> None:
@@ -98,6 +100,7 @@ async def test_three_hundred_consumers_that_walk_away_leave_nothing(engine, fold
 
 
 async def test_a_cancel_at_any_moment_of_the_hand_over_leaves_nothing(engine) -> None:
+    """ABT-04."""
     prompt = "the quick brown fox " * 500
     process = psutil.Process()
     for round_ in range(600):
@@ -127,6 +130,7 @@ async def test_an_iterator_that_is_dropped_aborts_its_request(engine) -> None:
 
 
 async def test_a_duplicate_live_id_is_refused_and_the_first_goes_on(engine, folder) -> None:
+    """ID-01."""
     with folder.held():
         first = asyncio.create_task(token_ids(engine, [1, 2], SHORT, request_id="x"))
         while engine._session.get("x") is None:
@@ -137,6 +141,7 @@ async def test_a_duplicate_live_id_is_refused_and_the_first_goes_on(engine, fold
 
 
 async def test_an_id_can_be_used_again_at_once_and_shows_nothing_of_before(engine, folder) -> None:
+    """ID-01."""
     one = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     for i in range(400):
         prompt = [3 + i % 100, 4]
@@ -152,6 +157,7 @@ async def test_an_id_can_be_used_again_at_once_and_shows_nothing_of_before(engin
 
 
 async def test_streams_never_mix_and_outputs_never_change_afterwards(folder) -> None:
+    """ISO-01."""
     args = folder.args(
         num_kv_blocks=60, block_size=4, max_num_seqs=24, stop_preempted_request=False
     )
@@ -185,6 +191,7 @@ async def test_streams_never_mix_and_outputs_never_change_afterwards(folder) -> 
 
 @pytest.mark.slow
 async def test_memory_does_not_grow_with_the_number_of_requests(engine) -> None:
+    """LEAK-01."""
     rng = random.Random(3)
     processes = [psutil.Process(), *engine_processes()]
 

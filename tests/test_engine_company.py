@@ -61,6 +61,7 @@ SETTINGS = list(product([False, True], [8, 256], [False, True], [True, False]))
 
 @pytest.mark.slow
 async def test_every_setting_gives_each_request_what_it_gets_alone(folder) -> None:
+    """PRE-01, PEN-01 and LP-01, overlap on and off."""
     rng = random.Random(1)
     vocab_size = folder.script["vocab_size"]
     shared = [rng.randrange(1, vocab_size) for _ in range(20)]
@@ -88,6 +89,7 @@ async def test_every_setting_gives_each_request_what_it_gets_alone(folder) -> No
 
 
 async def test_the_stop_policy_ends_a_preempted_request_with_a_true_prefix(folder) -> None:
+    """PRE-01 in stop mode."""
     args = folder.args(num_kv_blocks=24, block_size=4, stop_preempted_request=True)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     prompts = [[i + 1, 2, 3, 4] for i in range(8)]
@@ -105,6 +107,7 @@ async def test_the_stop_policy_ends_a_preempted_request_with_a_true_prefix(folde
 
 
 async def test_penalties_and_bad_words_see_every_token_also_across_a_recompute(folder) -> None:
+    """PEN-01."""
     strong = SamplingParams(repetition_penalty=100, max_tokens=60, ignore_eos=True, seed=4)
     words = [[a, b] for a in range(20, 40) for b in range(60, 70)][:200]
     banned = SamplingParams(bad_words=words, max_tokens=60, ignore_eos=True, seed=5)
@@ -130,6 +133,7 @@ async def test_penalties_and_bad_words_see_every_token_also_across_a_recompute(f
 
 
 async def test_prompt_logprobs_are_whole_and_equal_with_cache_and_chunks(folder) -> None:
+    """LP-01."""
     rng = random.Random(2)
     prompts = [[rng.randrange(1, 200) for _ in range(n)] for n in (1, 2, 15, 16, 17, 33)]
     async with AsyncEngine(folder.args(enable_prefix_caching=False)) as engine:

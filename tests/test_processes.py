@@ -54,6 +54,7 @@ def directories() -> set[Path]:
 
 
 async def test_a_killed_worker_is_replaced_and_its_streams_go_on(folder) -> None:
+    """PROC-01: the worker, SIGKILL."""
     async with AsyncEngine(folder.args(stop_preempted_request=False)) as engine:
         victim = process_of("support.scripted_worker")
         got = []
@@ -67,6 +68,7 @@ async def test_a_killed_worker_is_replaced_and_its_streams_go_on(folder) -> None
 
 
 async def test_a_worker_that_hangs_counts_as_dead(folder) -> None:
+    """PROC-01: the worker, SIGSTOP."""
     async with AsyncEngine(folder.args(heartbeat_timeout_s=2)) as engine:
         stream = engine.generate([3, 4, 5], SHORT)
         got = [(await anext(stream)).token_id]
@@ -89,6 +91,7 @@ async def test_a_request_that_kills_its_workers_ends_alone(tmp_path) -> None:
 
 
 async def test_workers_that_die_without_end_bring_an_error_not_a_hang(folder) -> None:
+    """PROC-01: every call gets an error with its cause."""
     async with AsyncEngine(folder.args()) as engine:
         stream = engine.generate([3, 4, 5], LONG)
         await anext(stream)
@@ -105,6 +108,7 @@ async def test_workers_that_die_without_end_bring_an_error_not_a_hang(folder) ->
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_lost_scheduler_is_replaced_and_its_streams_go_on(folder, number) -> None:
+    """PROC-01: the scheduler, SIGKILL and SIGSTOP."""
     params = SamplingParams(max_tokens=40, seed=8, logprobs=1, ignore_eos=True)
     async with AsyncEngine(folder.args(heartbeat_timeout_s=2)) as engine:
         alone = await outputs(engine, [3, 4, 5], params)
@@ -195,6 +199,7 @@ asyncio.run(main())
 
 
 async def test_an_engine_ends_when_its_app_is_killed(folder) -> None:
+    """PROC-01: the app; no process or directory stays."""
     app = subprocess.Popen(
         [sys.executable, "-c", APP, str(folder.path)], stdout=subprocess.PIPE, text=True
     )
@@ -316,6 +321,7 @@ async def test_an_endpoint_in_use_is_refused_and_its_engine_goes_on(
 
 
 async def test_two_clients_may_use_one_id_at_the_same_time(folder, tmp_path) -> None:
+    """ID-01."""
     endpoint = f"ipc://{tmp_path}/{uuid.uuid4().hex[:8]}"
     async with AsyncEngine(folder.args(endpoint=endpoint)) as engine, Client(endpoint) as client:
         first, second = await asyncio.gather(
