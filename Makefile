@@ -12,7 +12,7 @@ run: $(VENV)/installed ## one real completion, streamed to the terminal
 	$(BIN)/deepinfer run -- "$$PROMPT"
 
 test: venv ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: venv ## style, types and import contracts
 	$(BIN)/ruff check .

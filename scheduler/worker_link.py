@@ -26,6 +26,7 @@ DEATHS_ALLOWED = 8
 
 A request that kills its workers is found and ended before that (``scheduler.suspects``).
 """
+_FIRST_WORD_S = 30.0
 STEP_LIMIT_S = 300.0
 """A step that computes for longer is taken as hung, though the process still answers."""
 
@@ -129,8 +130,9 @@ class WorkerLink:
         )
 
     def _silence_limit(self) -> float:
-        # Before its hello a worker still imports its libraries and cannot send anything.
-        return self._args.heartbeat_timeout_s if self._said_hello else self._args.start_timeout_s
+        # Before its hello a worker still starts the interpreter and cannot send anything.
+        limit = self._args.heartbeat_timeout_s
+        return limit if self._said_hello else max(limit, _FIRST_WORD_S)
 
     def _receive(self, frames: list[bytes]) -> None:
         if len(frames) != 2 or not frames[0].startswith(self._identity):

@@ -531,3 +531,45 @@ async def test_what_does_not_finish_in_time_is_ended_as_shutdown(folder, tmp_pat
     assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "shutdown")
     tokens = [out.token_id for out in outs if out.text or not out.finished]
     assert tokens == folder.reference([1, 2], 900)[1 : 1 + len(tokens)]
+
+
+async def test_a_stopped_worker_does_not_outlive_its_scheduler(folder) -> None:
+    async with AsyncEngine(folder.args()) as engine:
+        stream = engine.generate([3, 4, 5], SHORT)
+        got = [(await anext(stream)).token_id]
+        processes = engine_processes()
+        process_of("support.scripted_worker").send_signal(signal.SIGSTOP)
+        process_of("deepinfer.scheduler").kill()
+        got += [out.token_id async for out in stream]
+        assert got == folder.reference([3, 4, 5], 20)
+        await wait_gone(processes)
+
+
+async def test_stopped_processes_end_when_their_app_is_killed(folder) -> None:
+    app = subprocess.Popen(
+        [sys.executable, "-c", APP, str(folder.path)], stdout=subprocess.PIPE, text=True
+    )
+    assert app.stdout is not None
+    await asyncio.to_thread(app.stdout.readline)
+    processes = psutil.Process(app.pid).children(recursive=True)
+    assert len(processes) == 2
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    app.kill()
+    app.wait()
+    app.stdout.close()
+    await wait_gone(processes)
+
+
+@pytest.mark.slow
+async def test_a_worker_stopped_before_its_first_word_is_replaced(folder) -> None:
+    engine = AsyncEngine(folder.args())
+    starting = asyncio.create_task(engine.start())
+    async with asyncio.timeout(20):
+        while not (found := [p for p in engine_processes() if "worker" in str(p.cmdline())]):
+            await asyncio.sleep(0)
+    found[0].send_signal(signal.SIGSTOP)
+    await starting
+    assert await ids(engine, [1, 2], SHORT) == folder.reference([1, 2], 20)
+    await engine.stop()
+    await wait_gone(found)

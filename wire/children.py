@@ -2,13 +2,14 @@
 
 A child's standard input is its *lifeline*: the parent writes the child's configuration there and
 keeps the pipe open. The pipe closes when the parent dies, however it dies, and a thread of the
-child that waits on it ends the process. (``PR_SET_PDEATHSIG`` would fire when the parent's
-*thread* ends, and an app may well start its engine from a thread.)
+child that waits on it ends the process. (``PR_SET_PDEATHSIG`` alone would not do: it fires when the
+parent's *thread* ends, and an app may well start its engine from a thread.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ import msgspec
 _HEADER = struct.Struct("<I")
 _MAX_CONFIG_BYTES = 1 << 20
 _LIFELINE_FD = 0
+_PR_SET_PDEATHSIG = 1
 _STDERR_FD = 2
 
 # A process that the app forks must not hold the lifelines of the app's children.
@@ -133,11 +135,18 @@ def _read_exactly(size: int) -> bytes:
     return data
 
 
+def wake_when_orphaned() -> None:
+    """In a child: get SIGCONT when the parent dies: a stopped process sees no pipe close."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def exit_with_parent(on_parent_gone: Callable[[], None] | None = None) -> None:
     """In a child: end this process when the lifeline closes, whatever the main thread does.
 
     ``on_parent_gone`` runs first, in the watching thread; when it returns the process ends.
     """
+    wake_when_orphaned()
 
     def watch() -> None:
         while os.read(_LIFELINE_FD, 64):
