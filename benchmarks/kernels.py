@@ -1,9 +1,11 @@
 """How near the CPU kernels come to what the machine can do.
 
 Measures the machine first (multiply-adds of all threads, bytes read from memory), then the matrix
-products of SmolLM2-135M for 1 to 2,048 rows beside torch, attention, and what a launch costs.
-Weights of 1 to 3 rows are read cold, as a decode step reads them: many copies take turns, more than
-the caches hold. Times are the best of several, so that other programs of the machine matter less.
+products of SmolLM2-135M, and one of a larger model, for 1 to 2,048 rows beside torch's in float32
+(MKL's sgemm on most machines), attention, and what a launch costs. Weights of up to 64 rows are
+read cold, as a decode step reads them: many copies take turns, more than the caches hold. Times are
+the best of several, and of ours and torch's in turns, so that other programs of the machine matter
+less.
 
     python benchmarks/kernels.py [--threads 2] [--no-torch] [--only peaks,linear,attention,launch]
 """
@@ -11,8 +13,10 @@ the caches hold. Times are the best of several, so that other programs of the ma
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +35,9 @@ from deepinfer.gpu_worker.kernels.vectors import (
 # numba comes after the kernels' settings.
 from numba import njit  # isort: skip
 
-SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152))
-ROWS = (1, 2, 3, 8, 64, 512, 2048)
+SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (2048, 5632), (576, 49152))
+ROWS = (1, 2, 3, 8, 32, 64, 128, 512, 2048)
+COLD_ROWS = 64
 COLD_BYTES = 160 << 20
 
 
@@ -84,14 +89,17 @@ def launch(control, units):
     fork_join(control, _nothing, (units,), units)
 
 
-def best_of(call: Callable[[int], object], seconds: float = 0.6, least: int = 4) -> float:
-    """Shortest time of ``call(i)`` for i = 0, 1, … within about ``seconds``."""
-    call(0)
-    shortest, begun, i = float("inf"), time.perf_counter(), 1
+def best_of(*calls: Callable[[int], object], seconds: float = 0.6, least: int = 4) -> list[float]:
+    """Shortest time of each ``call(i)``, in turns for i = 0, 1, … within about ``seconds``."""
+    shortest = [float("inf")] * len(calls)
+    begun, i = time.perf_counter(), 0
     while i <= least or time.perf_counter() - begun < seconds:
-        start = time.perf_counter()
-        call(i)
-        shortest = min(shortest, time.perf_counter() - start)
+        for which, call in enumerate(calls):
+            start = time.perf_counter()
+            call(i)
+            duration = time.perf_counter() - start
+            if i > 0:
+                shortest[which] = min(shortest[which], duration)
         i += 1
     return shortest
 
@@ -100,12 +108,12 @@ def peaks(backend: CpuBackend) -> tuple[float, float]:
     """Multiply-adds as GFLOP/s, and reads from memory as GB/s, of all threads together."""
     out = np.zeros(4096 * LANES, np.float32)
     units, rounds = 8 * backend.num_threads, 100_000
-    duration = best_of(lambda i: multiply_add(backend._control, rounds, out, units))
+    (duration,) = best_of(lambda i: multiply_add(backend._control, rounds, out, units))
     flops = units * rounds * 6 * 2 * LANES / duration / 1e9
     data = np.zeros(COLD_BYTES // 4, np.float32)
     data[:] = 1
     size = 16384
-    duration = best_of(lambda i: read(backend._control, data, size, out, len(data) // size))
+    (duration,) = best_of(lambda i: read(backend._control, data, size, out, len(data) // size))
     return flops, data.nbytes / duration / 1e9
 
 
@@ -118,21 +126,23 @@ def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: 
             held = weights if dtype == "float32" else (weights.view(np.uint32) >> 16)
             held = held.astype(np.uint16) if dtype == "bfloat16" else held
             copies = [backend.pack_linear([held]) for _ in range(-(-COLD_BYTES // held.nbytes))]
+            theirs = torch_copies(weights) if torch_too else []
             for rows in ROWS:
-                if rows > 64 and width > 4096:
+                if rows > COLD_ROWS and width > 16384:
                     continue
                 x = rng.standard_normal((rows, depth)).astype(np.float32)
                 out = np.empty((rows, width), np.float32)
+                turns = -(-len(copies) // rows) if rows <= COLD_ROWS else 1
 
-                def call(i: int, x=x, out=out, copies=copies) -> None:
-                    backend.linear(x, copies[i % len(copies)], out)
+                def call(i: int, x=x, out=out, copies=copies, rows=rows, turns=turns) -> None:
+                    for turn in range(i * turns, i * turns + turns):
+                        weight = copies[turn % len(copies) if rows <= COLD_ROWS else 0]
+                        backend.linear(x, weight, out)
 
-                if rows <= 3:  # a round through all copies, so that launches overlap as in a step
-                    turn = range(len(copies))
-                    best = best_of(lambda _, call=call, turn=turn: [call(i) for i in turn])
-                    best /= len(copies)
-                else:
-                    best = best_of(call)
+                calls: list[Callable[[int], object]] = [call]
+                if torch_too:
+                    calls.append(torch_linear(x, theirs, turns))
+                best, *others = (duration / turns for duration in best_of(*calls))
                 flops = 2 * rows * depth * width / best / 1e9
                 moved = held.nbytes / best / 1e9
                 line = (
@@ -140,25 +150,32 @@ def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: 
                     f"{flops:6.1f} GFLOP/s ({flops / peak:4.0%}) "
                     f"{moved:5.1f} GB/s ({moved / bandwidth:4.0%})"
                 )
-                if torch_too:
-                    line += torch_linear(x, weights, dtype, len(copies) if rows <= 3 else 1, rows)
+                for other in others:
+                    line += f"   torch {other * 1e6:9.1f} µs: {other / best:5.2f} times ours"
                 print(line, flush=True)
 
 
-def torch_linear(x: np.ndarray, weights: np.ndarray, dtype: str, copies: int, rows: int) -> str:
-    """The same product by torch, with weights in the same dtype."""
+def torch_copies(weights: np.ndarray) -> list[Any]:
+    """As many copies for torch as it takes to read them cold."""
     import torch
 
-    kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    given = torch.from_numpy(x).to(kind)
-    matrices = [torch.from_numpy(weights).to(kind).clone() for _ in range(copies)]
+    matrix = torch.from_numpy(weights)
+    return [matrix.clone() for _ in range(-(-COLD_BYTES // weights.nbytes))]
+
+
+def torch_linear(x: np.ndarray, copies: list[Any], turns: int) -> Callable[[int], None]:
+    """The same products by torch, in float32 whatever we store the weights in."""
+    import torch
+
+    given = torch.from_numpy(x)
     product = torch.nn.functional.linear
-    with torch.inference_mode():
-        if rows <= 3:
-            best = best_of(lambda _: [product(given, m) for m in matrices]) / copies
-        else:
-            best = best_of(lambda _: product(given, matrices[0]))
-    return f"   torch {best * 1e6:9.1f} µs"
+
+    def call(i: int) -> None:
+        with torch.inference_mode():
+            for turn in range(i * turns, i * turns + turns):
+                product(given, copies[turn % len(copies) if len(x) <= COLD_ROWS else 0])
+
+    return call
 
 
 def bench_attention(backend: CpuBackend, peak: float) -> None:
@@ -192,7 +209,7 @@ def bench_attention(backend: CpuBackend, peak: float) -> None:
         def call(_: int, qkv=qkv, layer=layer, batch=batch, out=out) -> None:
             backend.attention(qkv, layer, batch, 0.125, 0, out)
 
-        best = best_of(call)
+        (best,) = best_of(call)
         seen = rows * (tokens * (context - tokens) + tokens * (tokens + 1) / 2)
         flops = 4 * seen * heads * dim / best / 1e9
         print(
@@ -230,6 +247,8 @@ def main() -> None:
     args = parser.parse_args()
     backend = CpuBackend(args.threads)
     if not args.no_torch:
+        # Its threads would go on spinning while ours compute.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         import torch
 
         torch.set_num_threads(backend.num_threads)

@@ -59,45 +59,50 @@ def test_linear_is_the_matrix_product(shape, dtype, biased, add):
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.integers(2, 200),
-    depth=st.integers(1, 90),
+    depth=st.one_of(st.integers(1, 90), st.integers(380, 390)),
     width=st.integers(1, 150),
     dtype=st.sampled_from(DTYPES),
+    add=st.booleans(),
     data=st.data(),
 )
 def test_a_row_of_linear_is_bitwise_the_same_alone_and_in_any_company(
-    rows, depth, width, dtype, data
+    rows, depth, width, dtype, add, data
 ):
     rng = np.random.default_rng(rows)
-    x = normal(rng, rows, depth)
+    x, together = normal(rng, rows, depth), normal(rng, rows, width)
     packed = BACKEND.pack_linear([stored(normal(rng, width, depth), dtype)], normal(rng, width))
-    together = np.empty((rows, width), np.float32)
-    BACKEND.linear(x, packed, together)
     first = data.draw(st.integers(0, rows - 1))
     last = data.draw(st.integers(first + 1, min(rows, first + 13)))
-    apart = np.empty((last - first, width), np.float32)
-    data.draw(st.sampled_from((BACKEND, ALONE))).linear(x[first:last], packed, apart)
+    apart = together[first:last].copy()
+    BACKEND.linear(x, packed, together, add=add)
+    data.draw(st.sampled_from((BACKEND, ALONE))).linear(x[first:last], packed, apart, add=add)
     assert apart.tobytes() == together[first:last].tobytes()
 
 
-def test_many_rows_are_cut_into_chunks_without_a_trace():
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+def test_many_rows_are_cut_into_chunks_and_blocks_without_a_trace(dtype, add):
+    rows, depth, width = 300, 1001, 613  # several of each, and none of them even
     rng = np.random.default_rng(0)
-    x, weights = normal(rng, 300, 700), normal(rng, 40, 700)
-    packed = BACKEND.pack_linear([weights])
-    together = np.empty((300, 40), np.float32)
-    BACKEND.linear(x, packed, together)
-    np.testing.assert_allclose(together, x.astype(np.float64) @ weights.T, rtol=1e-4, atol=1e-4)
-    one = np.empty((1, 40), np.float32)
-    for row in range(300):
-        BACKEND.linear(x[row : row + 1], packed, one)
-        assert one.tobytes() == together[row].tobytes()
+    x, bias, together = normal(rng, rows, depth), normal(rng, width), normal(rng, rows, width)
+    weights = stored(normal(rng, width, depth), dtype)
+    packed = BACKEND.pack_linear([weights], bias)
+    alone = together.copy()
+    expected = x.astype(np.float64) @ widened(weights).T + bias + together * add
+    BACKEND.linear(x, packed, together, add=add)
+    np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-4)
+    for row in range(rows):
+        BACKEND.linear(x[row : row + 1], packed, alone[row : row + 1], add=add)
+    assert alone.tobytes() == together.tobytes()
 
 
 def test_linear_writes_nothing_beyond_its_columns():
-    guarded = np.full((5, 37), 7.0, np.float32)
-    out = guarded[1:4]
     packed = BACKEND.pack_linear([np.ones((37, 8), np.float32)])
-    BACKEND.linear(np.ones((3, 8), np.float32), packed, out)
-    assert (out == 8).all() and (guarded[[0, 4]] == 7).all()
+    for rows in (3, 100):
+        guarded = np.full((rows + 2, 37), 7.0, np.float32)
+        out = guarded[1:-1]
+        BACKEND.linear(np.ones((rows, 8), np.float32), packed, out)
+        assert (out == 8).all() and (guarded[[0, -1]] == 7).all()
 
 
 def test_an_empty_batch_is_no_work():

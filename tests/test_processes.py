@@ -198,8 +198,9 @@ asyncio.run(main())
 """
 
 
-async def test_an_engine_ends_when_its_app_is_killed(folder) -> None:
-    """PROC-01: the app; no process or directory stays."""
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_an_engine_ends_when_its_app_is_killed(folder, stopped) -> None:
+    """PROC-01: the app, also when its engine was stopped before; no process or directory stays."""
     app = subprocess.Popen(
         [sys.executable, "-c", APP, str(folder.path)], stdout=subprocess.PIPE, text=True
     )
@@ -207,6 +208,8 @@ async def test_an_engine_ends_when_its_app_is_killed(folder) -> None:
     await asyncio.to_thread(app.stdout.readline)
     processes = psutil.Process(app.pid).children(recursive=True)
     assert len(processes) == 2
+    for process in processes if stopped else ():
+        process.send_signal(signal.SIGSTOP)
     app.kill()
     app.wait()
     app.stdout.close()
@@ -543,22 +546,6 @@ async def test_a_stopped_worker_does_not_outlive_its_scheduler(folder) -> None:
         got += [out.token_id async for out in stream]
         assert got == folder.reference([3, 4, 5], 20)
         await wait_gone(processes)
-
-
-async def test_stopped_processes_end_when_their_app_is_killed(folder) -> None:
-    app = subprocess.Popen(
-        [sys.executable, "-c", APP, str(folder.path)], stdout=subprocess.PIPE, text=True
-    )
-    assert app.stdout is not None
-    await asyncio.to_thread(app.stdout.readline)
-    processes = psutil.Process(app.pid).children(recursive=True)
-    assert len(processes) == 2
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
-    app.kill()
-    app.wait()
-    app.stdout.close()
-    await wait_gone(processes)
 
 
 @pytest.mark.slow

@@ -24,13 +24,26 @@ from deepinfer.gpu_worker.kernels.micro_kernel import (
     bias_4x1,
     bias_5x1,
     bias_6x1,
+    near_1x1,
+    near_2x1,
+    near_3x1,
+    near_4x1,
+    near_5x1,
+    near_6x1,
     partial_1x1,
+    prefetch,
 )
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
-from deepinfer.gpu_worker.kernels.vectors import LANES, load_scalar
+from deepinfer.gpu_worker.kernels.vectors import LANES, add16, load16, load_scalar, store16
 
-# Bytes of x that a unit goes through again and again: they should stay in the L2 cache.
-_X_BYTES = 256 * 1024
+# Up to so many rows the time to fetch the weights counts too: it hides best behind multiply-adds
+# that take them as they come. With more rows it pays to prepare them first.
+_DIRECT_ROWS = 64
+# Rows of a unit: enough to make little of preparing its weights, few enough for their part of x to
+# stay in the L2 cache.
+_CHUNK_ROWS = 128
+# Terms of a sum between two stops: 24 KB of float32 weights, which stay in the L1 cache beside x.
+_BLOCK_TERMS = 384
 # Weights come from memory in long runs, yet the hardware alone fetches them too late to keep it
 # busy. Measured with cold weights, 1 to 64 rows: 10 to 25 % less time in the median. Panels lie one
 # behind the other, so this reaches into the next one; beyond the array's end it is harmless.
@@ -151,41 +164,114 @@ def _few_rows(x, panels, first, last, out, bias, add):
 
 
 @njit(**INNER)
-def _linear_unit(arguments, unit):
-    x, panels, out, bias, add, chunk, width = arguments
+def _direct_unit(arguments, unit):
+    """All rows times some panels, with the weights as they are stored."""
+    x, panels, out, bias, add, width = arguments
     rows, depth = x.shape
-    num_panels = panels.shape[0]
-    groups = -(-num_panels // width)
-    first = (unit % groups) * width
-    last = min(first + width, num_panels)
+    first = unit * width
+    last = min(first + width, panels.shape[0])
     if rows <= 3:
         _few_rows(x, panels, first, last, out, bias, add)
         return
-    begin = (unit // groups) * chunk
-    end = min(begin + chunk, rows)
     # Blocks that differ by at most one row: 7 rows go as 4 + 3, not as 6 + a slow 1.
-    blocks = -(-(end - begin) // 6)
-    small = (end - begin) // blocks
-    bigger = (end - begin) % blocks
+    blocks = -(-rows // 6)
     columns_all = out.shape[1]
     for p in range(first, last):
         columns = min(LANES, columns_all - p * LANES)
-        row = begin
+        row = 0
         for block in range(blocks):
-            size = small + 1 if block < bigger else small
-            _row_block(
-                x,
-                row * depth,
-                panels,
-                p,
-                out,
-                row * columns_all + p * LANES,
-                bias,
-                add,
-                size,
-                columns,
-            )
+            size = rows // blocks + (1 if block < rows % blocks else 0)
+            out_at = row * columns_all + p * LANES
+            _row_block(x, row * depth, panels, p, out, out_at, bias, add, size, columns)
             row += size
+
+
+@njit(**INNER)
+def _near_block(x, x_at, depth, weights, terms, sums, at, rows):
+    """Add ``terms`` products to the sums of ``rows`` (1 to 6) rows and one panel."""
+    if rows == 6:
+        near_6x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
+    elif rows == 5:
+        near_5x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
+    elif rows == 4:
+        near_4x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
+    elif rows == 3:
+        near_3x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
+    elif rows == 2:
+        near_2x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
+    else:
+        near_1x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
+
+
+@njit(**INNER)
+def _finish(sums, at, out, row, column, columns, add):
+    """Write one row's sums of a panel, of which ``columns`` exist, to where they belong."""
+    o = row * out.shape[1] + column
+    if columns < LANES:
+        for i in range(columns):
+            total = sums[at + i]
+            out[row, column + i] = total + out[row, column + i] if add else total
+    elif add:
+        store16(out, o, add16(load16(sums, at), load16(out, o)))
+    else:
+        store16(out, o, load16(sums, at))
+
+
+@njit(**INNER)
+def _even_share(total, most):
+    """The size of parts of at most ``most``, as equal as can be."""
+    parts = -(-total // most)
+    return -(-total // parts)
+
+
+@njit(**INNER)
+def _blocked_unit(arguments, unit):
+    """Some rows times some panels, in blocks of K (Goto & van de Geijn 2008).
+
+    A block of weights is widened to float32 once and then serves all rows out of the L1 cache.
+    Between blocks the sums lie in memory, which changes nothing: they are float32 in registers
+    too, and the terms still come one by one in ascending order.
+    """
+    x, panels, out, bias, add, chunk, width, block_terms = arguments
+    depth = x.shape[1]
+    groups = -(-panels.shape[0] // width)
+    first = (unit % groups) * width
+    last = min(first + width, panels.shape[0])
+    begin = (unit // groups) * chunk
+    rows = min(chunk, x.shape[0] - begin)
+    blocks = -(-rows // 6)
+    line = 64 // panels.itemsize
+    weights = np.empty(block_terms * LANES, np.float32)
+    sums = np.empty((last - first) * rows * LANES, np.float32)
+    for k in range(0, depth, block_terms):
+        terms = min(block_terms, depth - k)
+        share = -(-terms * LANES // (blocks * line)) * line
+        for p in range(first, last):
+            w_at = (p * depth + k) * LANES
+            for i in range(0, terms * LANES, LANES):
+                store16(weights, i, load16(panels, w_at + i))
+            # What comes next is fetched bit by bit while these weights are at work.
+            following = w_at + depth * LANES
+            if p + 1 == last and k + terms < depth:
+                following = (first * depth + k + terms) * LANES
+            columns = min(LANES, out.shape[1] - p * LANES)
+            row = 0
+            for block in range(blocks):
+                for i in range(block * share, (block + 1) * share, line):
+                    prefetch(panels, following + i)
+                size = rows // blocks + (1 if block < rows % blocks else 0)
+                at = ((p - first) * rows + row) * LANES
+                if k == 0:
+                    for r in range(size):
+                        store16(sums, at + r * LANES, load16(bias, p * LANES))
+                x_at = (begin + row) * depth + k
+                _near_block(x, x_at, depth, weights, terms, sums, at, size)
+                # Here and not at the end, so that the writes go on behind the multiply-adds.
+                if k + terms == depth:
+                    for r in range(size):
+                        s = at + r * LANES
+                        _finish(sums, s, out, begin + row + r, p * LANES, columns, add)
+                row += size
 
 
 @njit(**JIT)
@@ -195,16 +281,24 @@ def linear(control, x, panels, bias, out, add):
     num_panels = panels.shape[0]
     if rows == 0:
         return
-    # Units of about 10 µs, and at least a few per thread to even out a core that others use too.
-    if rows <= 3:
-        chunk = rows
-        width = 4 if num_panels > 64 else 2
-        width = 6 if rows == 2 else width
+    # Units of 10 µs or more, and some tens of them to even out a core that others use too.
+    if rows <= _DIRECT_ROWS:
+        if rows == 2:
+            width = 6
+        elif rows <= 3:
+            width = 4 if num_panels > 64 else 2
+        else:
+            width = max(1, 32 // rows)
+        units = -(-num_panels // width)
+        fork_join(control, _direct_unit, (x, panels, out, bias, add, width), units)
     else:
-        chunk = max(24, _X_BYTES // (4 * depth)) // 6 * 6
-        width = max(1, 32 // min(rows, chunk))
-    units = -(-num_panels // width) * -(-rows // chunk)
-    fork_join(control, _linear_unit, (x, panels, out, bias, add, chunk, width), units)
+        chunk = _even_share(rows, _CHUNK_ROWS)
+        chunks = -(-rows // chunk)
+        width = max(1, min(8, num_panels * chunks // 32))
+        units = -(-num_panels // width) * chunks
+        block_terms = _even_share(depth, _BLOCK_TERMS)
+        arguments = (x, panels, out, bias, add, chunk, width, block_terms)
+        fork_join(control, _blocked_unit, arguments, units)
 
 
 def packed(parts: list[np.ndarray]) -> np.ndarray:
