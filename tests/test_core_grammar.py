@@ -12,6 +12,7 @@ from functools import cache
 
 import pytest
 
+from deepinfer.scheduler import lifecycle
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.params import SamplingParams
 from support.core_driver import CoreDriver, Request, reference
@@ -103,9 +104,11 @@ def test_two_matchers_rebuilt_in_the_same_step_do_not_mix(how: str, overlap: boo
 @pytest.mark.parametrize("tokens_per_row", [1, 4])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_matchers_survive_a_pool_that_holds_a_third_of_their_requests(
-    overlap: bool, tokens_per_row: int
+    overlap: bool, tokens_per_row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PRE-03, evictions as the engine makes them."""
+    # Requests so short would wait until all of them fit.
+    monkeypatch.setattr(lifecycle, "HEADROOM", 0)
     engine = engine_with(14, tokens_per_row, async_scheduling=overlap)
     requests = [engine.add(prompt, PARAMS) for prompt in prompts_that_end(12, 6)]
     engine.run()

@@ -76,8 +76,9 @@ async def test_every_setting_gives_each_request_what_it_gets_alone(folder) -> No
             async_scheduling=overlap,
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
-            num_kv_blocks=4096 if roomy else 40,
-            block_size=4,
+            # Small blocks, so that what is left free for rows to grow is soon used up.
+            num_kv_blocks=4096 if roomy else 110,
+            block_size=1,
             stop_preempted_request=False,
         )
         async with AsyncEngine(args) as engine:
