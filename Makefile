@@ -6,7 +6,10 @@ PROMPT ?= What is the capital of France?
 # Through the environment, as pasted into the recipe its quotes and dollars would be the shell's.
 export PROMPT
 
-.PHONY: run test check venv clean
+.PHONY: help run test check venv clean
+
+help: ## what there is to make
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 run: $(VENV)/installed ## one real completion, streamed to the terminal
 	$(BIN)/deepinfer run -- "$$PROMPT"

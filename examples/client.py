@@ -1,7 +1,7 @@
 """A client of an engine that runs elsewhere: stream a completion, look at its story.
 
 deepinfer engine --endpoint tcp://127.0.0.1:5757     (in another terminal)
-python examples/client.py tcp://127.0.0.1:5757
+python examples/client.py
 """
 
 import asyncio
@@ -21,4 +21,4 @@ async def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "tcp://127.0.0.1:5757"))

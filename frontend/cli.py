@@ -94,10 +94,13 @@ def pull(
 
 
 @app.command()
-@takes_engine_args()
+@takes_engine_args(without=("endpoint",))
 def run(
     args: EngineArgs,
-    prompt: Annotated[str, typer.Argument(help="What to answer or, with --raw, to continue.")],
+    prompt: Annotated[
+        str,
+        typer.Argument(help="What to answer or, with --raw, to continue; - reads it from stdin."),
+    ],
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text; no chat template.")
     ] = False,
@@ -110,6 +113,8 @@ def run(
 ) -> None:
     """Answer one prompt, streamed to the terminal."""
     params = _params(max_tokens, temperature, top_p, stop)
+    if prompt == "-":
+        prompt = sys.stdin.read()
     _bring_model(args, quiet)
     from deepinfer.frontend.llm_engine import LLMEngine
     from deepinfer.frontend.terminal import Terminal
@@ -131,7 +136,7 @@ def run(
 
 
 @app.command()
-@takes_engine_args()
+@takes_engine_args(without=("endpoint",))
 def chat(
     args: EngineArgs,
     system: System = None,
@@ -155,7 +160,7 @@ def chat(
 
 
 @app.command()
-@takes_engine_args(stop_preempted_request=False)
+@takes_engine_args(without=("endpoint",), stop_preempted_request=False)
 def batch(
     args: EngineArgs,
     source: Annotated[Path, typer.Argument(help="JSON lines: prompt or messages, id, parameters.")],
@@ -197,11 +202,14 @@ def batch(
 
 
 @app.command()
-@takes_engine_args()
+@takes_engine_args(
+    help_for={"endpoint": "Where clients connect; a socket in the cache folder when not given."}
+)
 def engine(args: EngineArgs, quiet: Quiet = False) -> None:
-    """Run a bare engine for clients over ZeroMQ, until Ctrl-C or SIGTERM.
+    """Run an engine for clients over ZeroMQ.
 
-    Open requests may then finish within --drain-timeout-s; a second signal ends them.
+    Ctrl-C or SIGTERM ends it: open requests may finish within --drain-timeout-s, a second signal
+    ends them too.
     """
     from deepinfer.frontend.bare_engine import default_endpoint, serve_forever
 
@@ -213,7 +221,7 @@ def engine(args: EngineArgs, quiet: Quiet = False) -> None:
         lambda: typer.echo(f"ready at {args.endpoint}"),
         lambda live: typer.echo(
             f"finishing {live} open requests, for {args.drain_timeout_s:g} s at most; "
-            "once more to stop now"
+            "Ctrl-C or SIGTERM again ends them now"
         ),
     )
 

@@ -14,7 +14,9 @@ class Client(AsyncClient):
 
     ``endpoint`` is ``ipc://PATH`` or ``tcp://127.0.0.1:PORT``. ``tokenizer`` is a folder with
     tokenizer.json; the engine's own is used when it lies on this machine. Without one, prompts are
-    token ids and outputs have no text. ``silence_limit_s``: an engine silent for longer is gone.
+    token ids and outputs have no text. An engine silent for longer than ``silence_limit_s`` counts
+    as gone: the client connects again, for one that takes its place, and gives up with
+    ``EngineDownError`` after five times that long (after once, where it never heard one).
     """
 
     def __init__(
@@ -43,5 +45,5 @@ class Client(AsyncClient):
 
     def _cause_of_death(self, silent_s: float) -> str:
         if silent_s > self._silence_limit_s:
-            return f"no word from {self._endpoint} for {silent_s:.1f} s"
+            return f"no word from an engine at {self._endpoint} for {silent_s:.1f} s"
         return ""

@@ -7,6 +7,7 @@ import os
 
 from deepinfer.frontend.async_client import AsyncClient
 from deepinfer.frontend.engine_process import EngineProcess
+from deepinfer.wire.checks import shown
 from deepinfer.wire.config import EngineArgs
 
 _LAST_WORDS_S = 0.5
@@ -25,6 +26,8 @@ class AsyncEngine(AsyncClient):
     """
 
     def __init__(self, args: EngineArgs | None = None) -> None:
+        if args is not None and not isinstance(args, EngineArgs):
+            raise TypeError(f"args must be EngineArgs(model=…, …), got {shown(args)}")
         self.args = args if args is not None else EngineArgs()
         super().__init__(seed=self.args.seed)
         self._process: EngineProcess | None = None

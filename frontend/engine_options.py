@@ -19,17 +19,19 @@ _HIDDEN = {"worker_module"}
 
 
 def takes_engine_args(
-    *, help_for: dict[str, str] | None = None, **defaults: Any
+    *, without: tuple[str, ...] = (), help_for: dict[str, str] | None = None, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a typer command that has a parameter ``args: EngineArgs``.
 
-    The command line gets the fields as options in its place. ``defaults`` replace the fields' own
+    The command line gets the fields, but for those in ``without``, as options in its place.
+    ``defaults`` replace the fields' own
     for this command, and ``help_for`` their descriptions.
     """
     descriptions = _field_docs() | (help_for or {})
     options = [
         _option(field, defaults.get(field.name, field.default), descriptions.get(field.name, ""))
         for field in msgspec.structs.fields(EngineArgs)
+        if field.name not in without
     ]
     names = {option.name for option in options}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ class LLM:
     """A model for batches: prompts in, completions out, in input order.
 
     ``engine_args`` are the fields of ``EngineArgs``; preempted requests are recomputed unless
-    ``stop_preempted_request=True`` is given.
+    ``stop_preempted_request=True`` is given. Calls from several threads take turns.
     """
 
     def __init__(self, model: str = "smollm2-135m", **engine_args: Any) -> None:
@@ -32,6 +33,7 @@ class LLM:
         except TypeError as error:
             raise ValueError(f"unknown engine argument: {error}") from error
         self._engine = LLMEngine(args)
+        self._turn = threading.Lock()
 
     def generate(
         self,
@@ -55,12 +57,25 @@ class LLM:
         progress: bool = True,
     ) -> list[Completion]:
         """Answer conversations (lists of messages; one or many) through the chat template."""
+        if not isinstance(conversations, list | tuple):
+            raise ValueError(
+                "conversations must be a list of messages, or a list of such lists, "
+                f"got {shown(conversations)}"
+            )
         one = len(conversations) > 0 and isinstance(conversations[0], dict)
-        return self._run([conversations] if one else list(conversations), sampling_params, progress)
+        several: list[Any] = [conversations] if one else list(conversations)
+        for index, messages in enumerate(several):
+            is_list = isinstance(messages, list | tuple)
+            if not is_list or not all(isinstance(message, dict) for message in messages):
+                raise ValueError(
+                    f"conversation {index} must be a list of messages, got {shown(messages)}"
+                )
+        return self._run(several, sampling_params, progress)
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters of the engine."""
-        return self._engine.stats()
+        with self._turn:
+            return self._engine.stats()
 
     def close(self) -> None:
         """End the engine's processes (they also end with this process)."""
@@ -78,7 +93,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
     ) -> list[Completion]:
-        prepared = self._prepare(prompts, sampling_params)
+        with self._turn:
+            return self._run_in_turn(self._prepare(prompts, sampling_params), progress)
+
+    def _run_in_turn(self, prepared: list[PreparedPrompt], progress: bool) -> list[Completion]:
         batch = _Batch(uuid.uuid4().hex[:12], prepared)
         console = Console(stderr=True)
         bar = Progress(

@@ -62,8 +62,8 @@ class Terminal:
         pieces: list[str] = []
         started = time.monotonic()
         first: tuple[float, int] | None = None
+        self._engine.add_request(request_id, prompt, params)
         try:
-            self._engine.add_request(request_id, prompt, params)
             while True:
                 for output in self._engine.step():
                     first = first or (time.monotonic(), output.num_output_tokens)
@@ -114,7 +114,7 @@ def read_line() -> str:
     """One line from the keyboard, with the arrow keys where the system has them."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() uses it once it is imported)
-    return input(">>> ")
+    return input(">>> " if sys.stdin.isatty() else "")
 
 
 def _write_stdout(text: str) -> None:

@@ -27,7 +27,7 @@ class Ending(Enum):
     CLIENT_ABORT = (Status.FINISHED_ABORTED, "client_abort", "its client aborted it")
     DISCONNECT = (Status.FINISHED_ABORTED, "disconnect", "its client went away or fell silent")
     SLOW_READER = (Status.FINISHED_ABORTED, "slow_reader", "its client did not read its outputs")
-    DEADLINE = (Status.FINISHED_ABORTED, "deadline", "timeout_ms passed since its arrival")
+    DEADLINE = (Status.FINISHED_ABORTED, "deadline", "its timeout passed")
     SHUTDOWN = (Status.FINISHED_ABORTED, "shutdown", "the engine shuts down")
     WORKER_FAILED = (
         Status.FINISHED_ABORTED,

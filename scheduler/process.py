@@ -248,7 +248,8 @@ class SchedulerProcess:
         self._core.worker_gone(time.monotonic(), cause)
 
     def _on_worker_down(self, cause: str) -> None:
-        log.error("the engine is down: %s", cause)
+        if self._info is not None:  # else whoever started it gets the cause as the error
+            log.error("the engine is down: %s", cause)
         self._down = cause
         self._core.engine_down(time.monotonic(), cause)
 

@@ -71,7 +71,6 @@ OTHER_VALUES: dict[str, Any] = {
     "device": "cpu",
     "quantization": "none",
     "policy": "priority",
-    "endpoint": "tcp://127.0.0.1:1",
     "heartbeat_timeout_s": 2.5,
     "start_timeout_s": 3.5,
     "worker_module": "some.module",
@@ -85,7 +84,9 @@ def other_value(field: msgspec.structs.FieldInfo) -> Any:
     return not field.default if field.type is bool else 7
 
 
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+@pytest.mark.parametrize(
+    "field", [field for field in FIELDS if field.name != "endpoint"], ids=lambda field: field.name
+)
 def test_every_engine_argument_is_a_flag_and_a_variable(
     deepinfer: Cli, field: msgspec.structs.FieldInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,27 @@ def test_every_engine_argument_is_a_flag_and_a_variable(
     monkeypatch.setenv(f"DEEPINFER_{field.name.upper()}", str(value))
     assert deepinfer("run", "hi")[0] == 0
     assert [getattr(e.args, field.name) for e in WordEngine.instances] == [value, value]
+
+
+def test_a_command_with_an_engine_of_its_own_offers_it_to_nobody(
+    deepinfer: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The endpoint is where ``trace`` and programs find the engine that runs already."""
+    assert deepinfer("run", "hi", "--endpoint", "tcp://127.0.0.1:1")[0] == 2
+    monkeypatch.setenv("DEEPINFER_ENDPOINT", "tcp://127.0.0.1:1")
+    assert deepinfer("run", "hi")[0] == 0
+    assert WordEngine.instances[0].args.endpoint is None
+
+
+def test_run_reads_its_prompt_from_stdin_where_it_is_a_dash(
+    deepinfer: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = []
+    for prompt in ("-", "two words"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("two words"))
+        answers.append(deepinfer("run", "-q", "--raw", prompt))
+    assert answers[0] == answers[1]
+    assert answers[0] != deepinfer("run", "-q", "--raw", "other words")
 
 
 def test_without_options_the_arguments_are_the_defaults(deepinfer: Cli) -> None:

@@ -7,13 +7,14 @@ import inspect
 import signal
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from deepinfer import AsyncEngine, Client, LLMEngine, SamplingParams
+from deepinfer import LLM, AsyncEngine, Client, LLMEngine, SamplingParams
 from deepinfer.frontend.errors import EngineBusyError, EngineDownError
 from support.scripted_engine import ScriptedFolder, engine_processes, process_of
 from support.streams import token_ids, tokens
@@ -205,3 +206,28 @@ async def test_a_scheduler_lost_in_a_drain_is_not_replaced(folder, how) -> None:
         with pytest.raises(EngineDownError, match="stop"):
             await stream
     assert not engine_processes()
+
+
+def test_threads_that_share_an_llm_take_turns(folder) -> None:
+    with LLM(str(folder.path), worker_module="support.scripted_worker") as llm:
+
+        def complete(i: int) -> list[int]:
+            (completion,) = llm.generate([[3, i]], SHORT, progress=False)
+            return completion.token_ids
+
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(complete, range(40)))
+    assert results == [folder.reference([3, i], 8) for i in range(40)]
+
+
+def test_a_text_or_ids_in_the_place_of_messages_is_refused(folder) -> None:
+    with LLM(str(folder.path), worker_module="support.scripted_worker") as llm:
+        for wrong in ("Who are you?", {"role": "user", "content": "hi"}, ["hi"], [[1, 2]], 5, [5]):
+            with pytest.raises(ValueError, match="must be a list of messages"):
+                llm.chat(wrong, SHORT, progress=False)
+        assert llm.chat([], SHORT, progress=False) == []
+
+
+def test_a_model_name_in_the_place_of_engine_arguments_is_refused() -> None:
+    with pytest.raises(TypeError, match="EngineArgs"):
+        AsyncEngine("smollm2-135m")

@@ -13,7 +13,7 @@ POLICIES = ("fcfs", "priority")
 
 
 class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Configuration of an engine; every field is also a flag and a ``DEEPINFER_<FIELD>`` variable.
+    """Configuration of an engine. The commands take each field as a flag or a variable as well.
 
     Values are checked when the object is made; ``ValueError`` names the field and the limit.
     """
@@ -85,11 +85,12 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
             ("max_model_len", 1),
             ("num_kv_blocks", 1),
             ("kv_cache_bytes", 1),
-            ("num_threads", 1),
         ):
             value = getattr(self, field)
             if value is not None:
                 check_int(field, value, low, 1 << 50)
+        if self.num_threads is not None:
+            check_int("num_threads", self.num_threads, 1, 1024)
         if self.seed is not None:
             check_int("seed", self.seed, 0, (1 << 63) - 1)
         for field in ("stop_preempted_request", "enable_prefix_caching", "async_scheduling"):

@@ -245,7 +245,7 @@ class Answer(Message):
 
     call_id: int
     error: str = ""
-    numbers: dict[str, float] = {}
+    numbers: dict[str, int | float] = {}
     texts: dict[str, str] = {}
     story: list[StoryEvent] = []
 

@@ -77,7 +77,11 @@ class SamplingParams(
 
     def __post_init__(self) -> None:
         check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}"
+            )
         check_float("temperature", self.temperature, 0.0, math.inf)
         check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
         check_int("top_k", self.top_k, -1, _MAX_ID)
