@@ -22,7 +22,14 @@ from deepinfer.wire.messages import (
     Hello,
     Refused,
 )
-from deepinfer.wire.sockets import PeerFull, PeerGone, bind_also, bind_router, send_to
+from deepinfer.wire.sockets import (
+    PeerFull,
+    PeerGone,
+    bind_also,
+    bind_router,
+    remove_socket_file,
+    send_to,
+)
 
 MAX_CLIENTS = 4096
 MAX_BACKLOG_BYTES = 16 << 20
@@ -70,12 +77,19 @@ class ClientLink:
         # them who have yet to be told.
         self._dropped: dict[bytes, None] = {}
         self._untold: dict[bytes, None] = {}
+        self._also: str | None = None
         self._socket = bind_router(actor.context, endpoint)
         actor.add_socket(self._socket, self._receive)
 
     def listen_also(self, endpoint: str) -> None:
         """Take clients on one more endpoint; ``ValueError`` when it cannot be used."""
         bind_also(self._socket, endpoint)
+        self._also = endpoint
+
+    def stop_listening(self) -> None:
+        """Leave no file of the endpoint that was added; connections stay."""
+        if self._also is not None:
+            remove_socket_file(self._also)
 
     def __len__(self) -> int:
         return len(self._clients)

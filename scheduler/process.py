@@ -83,6 +83,7 @@ class SchedulerProcess:
         signal, ends everything at once.
         """
         self._actor.run(timeout_s=self._longest_wait)
+        self._clients.stop_listening()
         self._worker.stop()
         self._actor.close()
 

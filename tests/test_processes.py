@@ -323,6 +323,13 @@ async def test_an_endpoint_in_use_is_refused_and_its_engine_goes_on(
 # ---- clients ------------------------------------------------------------------------------------
 
 
+async def test_no_file_of_the_endpoint_is_left_after_a_clean_stop(folder, tmp_path) -> None:
+    path = tmp_path / "engine.sock"
+    async with AsyncEngine(folder.args(endpoint=f"ipc://{path}")):
+        assert path.is_socket()
+    assert not path.exists()
+
+
 async def test_two_clients_may_use_one_id_at_the_same_time(folder, tmp_path) -> None:
     """ID-01."""
     endpoint = f"ipc://{tmp_path}/{uuid.uuid4().hex[:8]}"

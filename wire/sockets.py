@@ -122,6 +122,14 @@ def bind_also(router: zmq.Socket[bytes], endpoint: str) -> None:
         os.umask(old)
 
 
+def remove_socket_file(endpoint: str) -> None:
+    """Remove what an ipc endpoint leaves in the file system; only for who listens there himself."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme == "ipc":
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
 def check_free(endpoint: str) -> None:
     """Refuse an ipc endpoint that somebody listens on: ZeroMQ would push him out silently."""
     if listens(endpoint):
