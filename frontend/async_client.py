@@ -64,6 +64,7 @@ class AsyncClient:
         self._connected = False
         self._forgotten = False
         self._alarm = asyncio.Event()
+        self._over = asyncio.Event()
         self._losses = 0
         self._beating: asyncio.Task[None] | None = None
         self._calls: dict[int, asyncio.Future[Answer]] = {}
@@ -284,9 +285,11 @@ class AsyncClient:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._alarm.wait(), HEARTBEAT_S)
             self._alarm.clear()
+            if self._dead or self._connection is None:
+                return
             # Where the app kept the loop busy, what came meanwhile must count before silence does.
             self._connection.drain()
-            if self._dead:
+            if self._dead:  # by what came
                 return
             cause = self._cause_of_death(time.monotonic() - self._connection.last_heard)
             if cause:
@@ -370,6 +373,7 @@ class AsyncClient:
     def _fail(self, cause: str) -> None:
         """The engine is gone: everyone who waits for it learns why, once."""
         self._dead = self._dead or cause
+        self._over.set()
         error = EngineDownError(self._dead)
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_exception(error)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 
 from deepinfer.frontend.async_client import AsyncClient
 from deepinfer.frontend.engine_process import EngineProcess
+from deepinfer.frontend.errors import EngineBusyError
 from deepinfer.wire.checks import shown
 from deepinfer.wire.config import EngineArgs
+from deepinfer.wire.messages import Drain, Welcome
 
 _LAST_WORDS_S = 0.5
 
@@ -31,36 +34,47 @@ class AsyncEngine(AsyncClient):
         self.args = args if args is not None else EngineArgs()
         super().__init__(seed=self.args.seed)
         self._process: EngineProcess | None = None
-        self._process_ended = asyncio.Event()
-        self._draining = False
+        self._drain_until: float | None = None
+        self._ending: asyncio.Future[None] | None = None
 
     async def stop(self, *, drain: bool = False) -> None:
         """End the engine and its processes; ``EngineDownError`` ends what is still open here.
 
         With ``drain`` everything that was accepted, of all clients, may first finish within
-        ``drain_timeout_s``, while new requests are refused with ``EngineBusyError``. Calling it
-        again without ``drain`` ends the wait.
+        ``drain_timeout_s``, while new requests are refused with ``EngineBusyError``. A drain that
+        began goes on though its caller is cancelled; ``stop()`` without ``drain`` ends it.
         """
-        if drain and self._session is not None and not self._dead and not self._draining:
+        if drain and self._session is not None and not self._dead and not self._loop_is_closed():
             self._check_loop()
-            assert self._process is not None
-            self._draining = True
-            self._process.drain()
-            await self._process_ended.wait()
-            # Each open request was given its end; the last ones may be on their way still.
-            while self._connection is not None and len(self._session):
-                if not self._connection.wait(_LAST_WORDS_S):
-                    break
-                self._connection.drain()
+            if self._drain_until is None:
+                self._drain_until = time.monotonic() + self.args.drain_timeout_s
+                self._send_drain()
+            await self._over.wait()
         await super().stop()
+
+    def _check_room(self) -> None:
+        if self._drain_until is not None:
+            raise EngineBusyError("the engine shuts down; ask another, or this one later")
+        super()._check_room()
+
+    def _on_welcome(self, message: Welcome) -> None:
+        super()._on_welcome(message)
+        self._send_drain()
+
+    def _send_drain(self) -> None:
+        """Ask for the end behind all requests: also a scheduler that took the place of another."""
+        if self._drain_until is not None and self._connected and self._connection is not None:
+            self._connection.send(Drain(max(0.0, self._drain_until - time.monotonic())))
 
     async def _close(self, cause: str) -> None:
         await super()._close(cause)
         process, self._process = self._process, None
         if process is not None:
             self._unwatch()
-            await asyncio.get_running_loop().run_in_executor(None, process.stop)
-            self._process_ended.set()
+            self._ending = asyncio.get_running_loop().run_in_executor(None, process.stop)
+        if self._ending is not None:
+            # Also where an earlier caller was cancelled.
+            await asyncio.shield(self._ending)
 
     def _address(self, *, same_engine: bool) -> tuple[str, bytes]:
         if self._process is not None:
@@ -75,10 +89,8 @@ class AsyncEngine(AsyncClient):
 
     def _on_process_end(self) -> None:
         self._alarm.set()
-        if self._draining:
-            self._process_ended.set()
-            # Readable from now on for good.
-            asyncio.get_running_loop().remove_reader(self._end_of_process)
+        # Readable from now on for good.
+        asyncio.get_running_loop().remove_reader(self._end_of_process)
 
     def _unwatch(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -87,8 +99,14 @@ class AsyncEngine(AsyncClient):
 
     def _cause_of_death(self, silent_s: float) -> str:
         assert self._process is not None and self._connection is not None
-        cause = self._process.cause_of_death() or ""
-        if not cause and silent_s > self._process.silence_limit_s(self._connection.heard):
+        if cause := self._process.cause_of_death():
+            if self._drain_until is not None and self._process.finished():
+                # Each open request was given its end; the last ones may be on their way still.
+                while self._session and self._connection.wait(_LAST_WORDS_S):
+                    self._connection.drain()
+                self._dead = "the engine was stopped"
+            return cause
+        if silent_s > self._process.silence_limit_s(self._connection.heard):
             self._process.kill()
-            cause = f"the scheduler was silent for {silent_s:.1f} s"
-        return "" if self._draining else cause
+            return f"the scheduler was silent for {silent_s:.1f} s"
+        return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import uuid
 from pathlib import Path
 
@@ -53,6 +52,10 @@ class EngineProcess:
             return None
         return f"the scheduler {self._child.describe_exit()}"
 
+    def finished(self) -> bool:
+        """Whether the scheduler ended by itself, having nothing more to do."""
+        return self._child.poll() == 0
+
     def silence_limit_s(self, heard: bool) -> float:
         """Return the seconds after which silence means death.
 
@@ -69,10 +72,6 @@ class EngineProcess:
         """End a scheduler that no longer answers. Its workers end by themselves."""
         self._child.kill()
         remove_directory(self._directory)
-
-    def drain(self) -> None:
-        """Let the engine end by itself when what it accepted is finished, or its time is over."""
-        self._child.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
         """End the engine at once: all open requests, scheduler, workers and directory."""

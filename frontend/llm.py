@@ -170,8 +170,9 @@ class _Batch:
         in_engine = sum(p.params.n for p in self._prompts[: len(self._sent)]) - self.done
         while len(self._sent) < len(self._prompts) and in_engine < self._WINDOW:
             prompt = self._prompts[len(self._sent)]
-            engine.add_prepared(self._id(len(self._sent)), prompt)
+            # Noted first: an interrupt between the two must not leave a request behind.
             self._sent.append(time.monotonic())
+            engine.add_prepared(self._id(len(self._sent) - 1), prompt)
             in_engine += prompt.params.n
 
     def take(self, output: RequestOutput) -> None:

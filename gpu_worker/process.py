@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -118,7 +119,6 @@ class WorkerProcess:
             self._actor.context, config.endpoint, config.identity, MAX_STEP_BYTES
         )
         self._actor.add_socket(self._socket, self._receive)
-        self._actor.on_signals((signal.SIGTERM,), lambda _: self._actor.stop())
         self._step = 0
         self._busy_since: float | None = None
 
@@ -131,6 +131,13 @@ class WorkerProcess:
         except (ValueError, OSError, MemoryError, ImportError, RuntimeError) as error:
             self._fail(error)
             return
+        except (EOFError, pickle.UnpicklingError) as error:
+            from deepinfer.gpu_worker.kernels.settings import discard_compiled
+
+            log.warning("the compiled kernels on disk are damaged (%s); removing them", error)
+            discard_compiled()
+            # The worker that takes this one's place compiles them anew.
+            raise SystemExit(os.EX_TEMPFAIL) from error
         self._send(ready)
         self._actor.run()
         self._actor.close()
@@ -226,6 +233,7 @@ class _PhaseClock:
 
 def main(load_model: LoadModel = load_cpu_model) -> None:
     """Run the worker that the scheduler configured through the lifeline."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the scheduler decides when its worker ends
     config = read_config(WorkerConfig)
     exit_with_parent()
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level="WARNING")

@@ -98,6 +98,10 @@ class ClientLink:
         """The clients that said hello."""
         return iter([name for name, client in self._clients.items() if client.greeted])
 
+    def owns(self, identity: bytes) -> bool:
+        """Whether a client is the owner of the engine."""
+        return bool(self._owner) and identity.startswith(self._owner)
+
     def send(self, identity: bytes, message: msgspec.Struct) -> None:
         """Queue a message for a client; never blocks. Unknown clients are ignored."""
         client = self._clients.get(identity)
@@ -119,16 +123,17 @@ class ClientLink:
             self._drop(identity, "disconnect")
 
     def watch(self, now: float) -> None:
-        """Drop the clients that were silent for too long."""
+        """Drop the clients that were silent for too long, and tell those that read again."""
         for identity, client in list(self._clients.items()):
-            owned = self._owner and identity.startswith(self._owner)
-            if not owned and now - client.heard > self._silence_limit_s:
+            if not self.owns(identity) and now - client.heard > self._silence_limit_s:
                 self._drop(identity, "disconnect")
+        for identity in list(self._untold):
+            self._tell_forgotten(identity)
 
     @property
     def stalled(self) -> bool:
-        """Whether something waits for a client that does not read; call ``push`` soon then."""
-        return bool(self._stalled or self._untold)
+        """Whether some client has a backlog; call ``push`` again soon then."""
+        return bool(self._stalled)
 
     def push(self) -> None:
         """Send what waits for clients that read again."""
@@ -143,8 +148,6 @@ class ClientLink:
                 continue
             except PeerGone:
                 self._drop(identity, "disconnect")
-        for identity in list(self._untold):
-            self._tell_forgotten(identity)
 
     def _tell_forgotten(self, identity: bytes) -> None:
         self._untold.pop(identity, None)

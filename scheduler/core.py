@@ -212,8 +212,10 @@ class Core:
             message = f"request_id {shown(add.request_id)} is in use by a live request"
             return Refused(add.key, "duplicate", "request_id", message)
         limit = self._life.args.max_queue_len
-        if len(self._life.queue) >= limit and not add.resubmitted:
-            return Refused(add.key, "busy", "", f"{limit} requests wait already; retry later")
+        # Room for all that an engine like this one may have accepted before it was lost.
+        room = 2 * limit + self._life.args.max_num_seqs if add.resubmitted else limit
+        if len(self._life.queue) >= room:
+            return Refused(add.key, "busy", "", f"{room} requests wait already; retry later")
         return None
 
     def _end_if_unservable(self, sequence: Sequence, now: float) -> bool:

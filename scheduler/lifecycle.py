@@ -21,6 +21,7 @@ from deepinfer.scheduler.sequence import Sequence, Status
 from deepinfer.scheduler.story import StoryShelf
 from deepinfer.scheduler.suspects import find_culprit
 from deepinfer.scheduler.table import BatchTable, TokenClass, UInt8
+from deepinfer.scheduler.victims import makes_way
 from deepinfer.wire.columns import Int32
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import End, RowNote
@@ -463,6 +464,9 @@ class Lifecycle:
         """
         table, size = self.table, self.args.block_size
         slots = [*np.flatnonzero(table.decode).tolist(), *(seq.slot for seq in self.prefilling)]
+        if self.queue.by_priority:
+            # No room is kept for those who would lose theirs anyway.
+            slots = [s for s in slots if not makes_way(self.queue, table.at(s), sequence)]
         if not slots:
             return 0
         # The last token of a sequence is never computed, so it needs no place.

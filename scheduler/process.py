@@ -17,9 +17,11 @@ from deepinfer.wire.checks import shown
 from deepinfer.wire.children import exit_with_parent, read_config, remove_directory
 from deepinfer.wire.config import SchedulerConfig
 from deepinfer.wire.messages import (
+    PROTOCOL_VERSION,
     Answer,
     Call,
     ClientHeartbeat,
+    Drain,
     EngineDown,
     EngineInfo,
     FromClient,
@@ -77,10 +79,10 @@ class SchedulerProcess:
         self._actor.on_signals((signal.SIGTERM, signal.SIGUSR1), self._on_signal)
 
     def run(self) -> None:
-        """Run until a signal or until the parent is gone.
+        """Run until it is drained, or told to end at once (SIGUSR1), or the parent is gone.
 
-        SIGTERM drains: what is open may finish within ``drain_timeout_s``. SIGUSR1, or a second
-        signal, ends everything at once.
+        The owner's ``Drain`` and SIGTERM begin to drain: what is open may finish. A service manager
+        may well send SIGTERM to all processes at once, so here a second one means nothing.
         """
         self._actor.run(timeout_s=self._longest_wait)
         self._clients.stop_listening()
@@ -131,9 +133,10 @@ class SchedulerProcess:
         return self._drain_until < math.inf
 
     def _on_signal(self, number: int) -> None:
-        now = time.monotonic()
-        at_once = number == signal.SIGUSR1 or self._draining
-        self._drain_until = now if at_once else now + self._config.args.drain_timeout_s
+        self._drain(0.0 if number == signal.SIGUSR1 else self._config.args.drain_timeout_s)
+
+    def _drain(self, timeout_s: float) -> None:
+        self._drain_until = min(self._drain_until, time.monotonic() + timeout_s)
         self._core.drain()
 
     # ---- clients --------------------------------------------------------------------------------
@@ -141,7 +144,10 @@ class SchedulerProcess:
     def _on_message(self, client: bytes, message: FromClient) -> None:
         match message:
             case Hello():
-                self._greet(client)
+                self._greet(client, message)
+            case Drain():
+                if self._clients.owns(client):
+                    self._drain(message.timeout_s)
             case ClientHeartbeat():
                 pass
             case Call():
@@ -149,8 +155,11 @@ class SchedulerProcess:
             case _:
                 self._core.handle(client, message, time.monotonic())
 
-    def _greet(self, client: bytes) -> None:
-        if self._down:
+    def _greet(self, client: bytes, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            text = f"this engine speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}"
+            self._clients.send(client, EngineDown(text))
+        elif self._down:
             self._clients.send(client, EngineDown(self._down))
         elif self._info is not None:
             self._clients.send(client, Welcome(self._info))

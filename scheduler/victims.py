@@ -25,25 +25,27 @@ def memory_victim(table: BatchTable, queue: WaitingQueue) -> Sequence:
     return max(running or others, key=lambda seq: _worst_first(table, queue, seq))
 
 
+def makes_way(queue: WaitingQueue, sequence: Sequence, head: Sequence) -> bool:
+    """Whether a sequence in a slot may be pushed out for the one at the front of the queue.
+
+    It must be of a strictly lower class, and not have waited so long that its age makes up for the
+    difference: so nobody is pushed out for ever.
+    """
+    return sequence.priority > head.priority and queue.class_of(sequence) > head.priority
+
+
 def priority_victims(
     table: BatchTable, queue: WaitingQueue, pool: BlockPool, head: Sequence, missing: int
 ) -> list[Sequence]:
     """Return those that make way for ``head``, which needs a slot and ``missing`` blocks.
 
-    Only sequences of a strictly lower class qualify, and none that has waited so long that its
-    age makes up for the difference: so nobody is pushed out for ever. Empty when ``head`` fits as
+    Only those that ``makes_way`` allows. Empty when ``head`` fits as
     things are, or does not fit even with all of them gone.
     """
     # A drained row leaves its slot with the next result; no need to push anybody out for a slot.
     slots = len(table.free_slots) + int((~table.decode & (table.sure > 0)).sum())
     blocks = pool.available
-    lower = [
-        seq
-        for seq in table.bound()
-        if table.held[seq.slot]
-        and seq.priority > head.priority
-        and queue.class_of(seq) > head.priority
-    ]
+    lower = [seq for seq in table.bound() if table.held[seq.slot] and makes_way(queue, seq, head)]
     lower.sort(key=lambda seq: _worst_first(table, queue, seq), reverse=True)
     victims: list[Sequence] = []
     for sequence in lower:

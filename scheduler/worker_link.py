@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -169,9 +170,10 @@ class WorkerLink:
         self._child.kill()
         self._barren_deaths += 1
         cause = f"the device worker {cause}"
-        # A first worker that leaves by itself has a reason that the next one would have too; one
-        # that was killed or stopped from outside has not.
-        hopeless = not self._ever_ready and (stated or (status is not None and status >= 0))
+        # A first worker that leaves by itself has a reason that the next one would have too, unless
+        # it says otherwise; one that was killed or stopped from outside has not.
+        left = status is not None and status >= 0 and status != os.EX_TEMPFAIL
+        hopeless = not self._ever_ready and (stated or left)
         if self._barren_deaths > DEATHS_ALLOWED or hopeless:
             self.give_up(cause)
             return

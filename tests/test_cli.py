@@ -608,9 +608,9 @@ def test_an_engine_serves_its_endpoint_until_it_is_told_to_stop(tmp_path: Path) 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("how", ["once", "twice", "to all its processes"])
 def test_the_engine_command_finishes_what_is_open_or_ends_it_at_the_second_signal(
-    tmp_path: Path, signals: int
+    tmp_path: Path, how: str
 ) -> None:
     folder = ScriptedFolder(tmp_path)
     endpoint = f"ipc://{tmp_path}/e.sock"
@@ -619,6 +619,7 @@ def test_the_engine_command_finishes_what_is_open_or_ends_it_at_the_second_signa
         [sys.executable, "-m", "deepinfer", "engine", "--endpoint", endpoint, *options],
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     assert engine.stdout is not None
     try:
@@ -630,17 +631,20 @@ def test_the_engine_command_finishes_what_is_open_or_ends_it_at_the_second_signa
                 outputs = client.generate([5, 6], params)
                 got = [await anext(outputs)]
                 with folder.held():
-                    engine.send_signal(signal.SIGTERM)
+                    if how == "to all its processes":
+                        os.killpg(engine.pid, signal.SIGTERM)
+                    else:
+                        engine.send_signal(signal.SIGTERM)
                     assert engine.stdout is not None
                     line = await asyncio.to_thread(engine.stdout.readline)
                     assert line.startswith("finishing 1 open requests, for 30 s at most")
-                    if signals == 2:
+                    if how == "twice":
                         engine.send_signal(signal.SIGTERM)
                         got += [output async for output in outputs]
                 return got + [output async for output in outputs]
 
         outputs = asyncio.run(ask())
-        if signals == 1:
+        if how != "twice":
             assert [output.token_id for output in outputs] == folder.reference([5, 6], 30)
         else:
             assert outputs[-1].finish_detail == "shutdown"

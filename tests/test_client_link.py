@@ -52,7 +52,7 @@ class Link:
             on_message=self._on_message,
             on_gone=self._on_gone,
         )
-        self._actor.every(0.005, lambda: None)
+        self._actor.every(0.005, lambda: self.link.watch(time.monotonic()))
         self._thread = threading.Thread(target=self._actor.run)
         self._thread.start()
 
@@ -123,6 +123,7 @@ def test_who_does_not_read_is_told_that_its_requests_ended_when_it_reads_again(l
     peer.send(Call(1, "fill"))
     assert link.somebody_left.wait(LIMIT_S)
     assert link.gone == ["slow_reader"]
+    assert not link.link.stalled  # nobody waits for it, also not a scheduler that is to end
     while isinstance(message := peer.receive(), Answer):
         pass
     assert isinstance(message, Forgotten)

@@ -123,10 +123,14 @@ def test_a_full_queue_refuses_until_there_is_room_again() -> None:
 
 
 def test_a_request_that_was_accepted_before_a_failover_finds_room_in_a_full_queue() -> None:
-    engine = driver(max_queue_len=1, max_num_seqs=1)
-    engine.add([5], greedy(20))
-    engine.step()
-    requests = [engine.add([6], greedy(3), resubmitted=True) for _ in range(5)]
+    engine = driver(max_queue_len=4, max_num_seqs=2)
+    for _ in range(2):
+        engine.add([5], greedy(20))
+        engine.step()
+    requests = [engine.add([6], greedy(3), resubmitted=True) for _ in range(10)]
+    # But who only says so cannot fill the memory.
+    refused = engine.add([6], greedy(3), resubmitted=True)
+    assert refused.refused is not None and refused.refused.code == "busy"
     engine.run()
     for request in requests:
         engine.hold_alone(request)

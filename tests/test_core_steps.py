@@ -142,6 +142,19 @@ def test_a_high_priority_also_gets_the_blocks_of_lower_ones() -> None:
     engine.hold_alone(low)
 
 
+def test_room_kept_for_lower_ones_to_grow_does_not_keep_a_higher_one_waiting() -> None:
+    engine = driver(64, max_num_seqs=8, policy="priority", max_model_len=256)
+    low = engine.add([5] * 20, greedy(200), priority=1000)
+    for _ in range(6):
+        engine.step()
+    high = engine.add([6] * 210, greedy(8), priority=0)
+    chunks = -(-210 // engine.args.max_num_batched_tokens)
+    assert steps_until(engine, high) <= chunks + 5
+    engine.run()
+    engine.hold_alone(high)
+    engine.hold_alone(low)
+
+
 def test_equal_or_higher_priorities_are_never_pushed_out() -> None:
     engine = driver(max_num_seqs=1, policy="priority")
     running = engine.add([5] * 6, greedy(40), priority=1)

@@ -22,6 +22,7 @@ import zmq.asyncio
 
 from deepinfer import AsyncEngine, Client, LLMEngine, SamplingParams
 from deepinfer.frontend.errors import EngineBusyError, EngineDownError
+from deepinfer.gpu_worker.kernels.settings import cache_folder
 from deepinfer.wire import messages, steps
 from deepinfer.wire.columns import pack_int32
 from support.scripted_engine import ScriptedFolder, engine_processes, process_of
@@ -164,6 +165,19 @@ async def test_a_model_that_cannot_be_loaded_says_why_at_the_start(tmp_path) -> 
         async with AsyncEngine(folder.args()):
             pass
     assert not engine_processes()
+
+
+async def test_a_damaged_kernel_cache_is_removed_and_the_engine_starts(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("DEEPINFER_HOME", str(tmp_path))
+    damaged = cache_folder() / "linear.nbc"
+    damaged.parent.mkdir(parents=True)
+    damaged.touch()
+    folder = ScriptedFolder(tmp_path / "model", damaged=str(damaged))
+    async with AsyncEngine(folder.args()) as engine:
+        assert await ids(engine, [1, 2], SHORT) == folder.reference([1, 2], 20)
+    assert not damaged.exists()
 
 
 async def test_files_of_the_apps_folder_do_not_pass_for_modules(
@@ -419,6 +433,27 @@ async def test_a_client_that_was_silent_for_too_long_is_told(folder, tmp_path) -
         dealer.close(linger=0)
 
 
+async def test_a_client_of_another_protocol_is_told(folder, tmp_path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine"
+    async with AsyncEngine(folder.args(endpoint=endpoint)):
+        dealer = raw_client(endpoint)
+        await dealer.send(msgspec.msgpack.encode(messages.Hello(99)))
+        told = await receive(dealer, messages.EngineDown)
+        assert "protocol" in told.message
+        dealer.close(linger=0)
+
+
+async def test_only_the_owner_can_drain_an_engine(folder, tmp_path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine"
+    async with AsyncEngine(folder.args(endpoint=endpoint)) as engine:
+        dealer = raw_client(endpoint)
+        await dealer.send(msgspec.msgpack.encode(messages.Drain(0.0)))
+        await dealer.send(msgspec.msgpack.encode(messages.Call(1, "health")))
+        await receive(dealer, messages.Answer)
+        dealer.close(linger=0)
+        assert await ids(engine, [1, 2], SHORT) == folder.reference([1, 2], 20)
+
+
 async def test_huge_strings_of_a_client_do_not_come_back(folder, tmp_path) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
     async with AsyncEngine(folder.args(endpoint=endpoint)) as engine:
@@ -521,7 +556,7 @@ async def test_a_drained_scheduler_finishes_what_it_accepted_and_refuses_what_co
             assert tokens == folder.reference([3, n], 20)
 
 
-@pytest.mark.parametrize("how", ["grace", "second signal"])
+@pytest.mark.parametrize("how", ["grace", "end now"])
 async def test_what_does_not_finish_in_time_is_ended_as_shutdown(folder, tmp_path, how) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
     grace = 0.5 if how == "grace" else 600
@@ -532,11 +567,13 @@ async def test_what_does_not_finish_in_time_is_ended_as_shutdown(folder, tmp_pat
         with folder.held():
             scheduler = process_of("deepinfer.scheduler")
             scheduler.send_signal(signal.SIGTERM)
-            if how == "second signal":
+            if how == "end now":
                 with pytest.raises(EngineBusyError, match="shuts down"):
                     while True:
                         await ids(client, [1], SHORT, timeout_s=0.05)
-                scheduler.send_signal(signal.SIGTERM)
+                scheduler.send_signal(signal.SIGTERM)  # once more, as a service manager may
+                assert (await client.stats())["live"] == 1
+                scheduler.send_signal(signal.SIGUSR1)
             outs = [out async for out in stream]
     assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "shutdown")
     tokens = [out.token_id for out in outs if out.text or not out.finished]

@@ -76,10 +76,6 @@ class Child:
         self._process.wait()
         self._close_lifeline()
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal; nothing happens when it has ended."""
-        self._process.send_signal(number)
-
     def finish(self, grace_s: float) -> None:
         """Ask it to finish (SIGUSR1); kill it after the grace time."""
         self._process.send_signal(signal.SIGUSR1)

@@ -45,6 +45,15 @@ class Goodbye(Message):
     """The client leaves; its live requests are aborted."""
 
 
+class Drain(Message):
+    """The owner asks the engine to end when what was accepted is finished, or after this time.
+
+    Others are not listened to. New requests are refused from then on.
+    """
+
+    timeout_s: float
+
+
 class ImageRef(Part):
     """One image of a request: its bytes or its URL, and where its tokens stand in the prompt."""
 
@@ -250,5 +259,5 @@ class Answer(Message):
     story: list[StoryEvent] = []
 
 
-FromClient = Hello | ClientHeartbeat | Goodbye | AddRequest | Abort | StopMatched | Call
+FromClient = Hello | ClientHeartbeat | Goodbye | Drain | AddRequest | Abort | StopMatched | Call
 ToClient = Welcome | EngineDown | Forgotten | SchedulerHeartbeat | Refused | OutputBatch | Answer

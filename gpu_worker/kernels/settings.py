@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,19 @@ def _source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Folder of the compiled kernels of this version."""
     home = os.environ.get("DEEPINFER_HOME") or Path.home() / ".cache" / "deepinfer"
     return Path(home) / "kernels" / _source_digest()
 
 
+def discard_compiled() -> None:
+    """Remove the compiled kernels of this version from disk."""
+    shutil.rmtree(cache_folder(), ignore_errors=True)
+
+
 # Where the folder cannot be written numba falls back to one it finds for itself.
-os.environ.setdefault("NUMBA_CACHE_DIR", str(_cache_folder()))
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder()))
 
 JIT: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 """Options of every compiled function. Never fastmath: it would let sums change their order."""

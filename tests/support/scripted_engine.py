@@ -39,6 +39,7 @@ class ScriptedFolder:
             "step_ms": 0,
             "poison": -1,
             "fail_load": "",
+            "damaged": "",
             **script,
         }
         (path / "scripted.json").write_text(json.dumps(self.script))

@@ -6,7 +6,8 @@ replaced. ``scripted.json`` in the model folder configures it (see ``ScriptedFol
 - ``vocab_size``, ``max_model_len``, ``eos_token_id``, ``eos_odds``: as in ``ScriptedModel``;
 - ``step_ms``: how long a step takes at least (it stands for computation);
 - ``poison``: a token id whose computation kills the process, -1 for none;
-- ``fail_load``: an error to fail the start with.
+- ``fail_load``: an error to fail the start with;
+- ``damaged``: a file that stands for a damaged kernel cache while it is there.
 
 A test holds the worker before its next step by holding an exclusive lock on ``hold`` in the folder.
 """
@@ -31,6 +32,8 @@ def load_scripted_model(args: EngineArgs, phases: dict[str, float]) -> LoadedMod
     script = json.loads((folder / "scripted.json").read_text())
     if script["fail_load"]:
         raise ValueError(script["fail_load"])
+    if script["damaged"] and Path(script["damaged"]).exists():
+        raise EOFError("Ran out of input")
     phases["load"] = 0.0
     hold = os.open(folder / "hold", os.O_RDWR | os.O_CREAT)
 
