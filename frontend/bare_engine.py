@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
 
 from deepinfer.frontend.client import Client
 from deepinfer.frontend.engine import AsyncEngine
@@ -52,14 +51,12 @@ async def _serve(
         loop.add_signal_handler(
             number, lambda: hurried.set() if stopped.is_set() else stopped.set()
         )
-    waits: list[asyncio.Future[Any]] = [
-        asyncio.ensure_future(event.wait()) for event in (stopped, hurried)
-    ]
+    first, second = (asyncio.ensure_future(event.wait()) for event in (stopped, hurried))
     engine = AsyncEngine(args)
     try:
         # A signal must also end an engine that is still loading.
         start = asyncio.ensure_future(engine.start())
-        await asyncio.wait((start, waits[0]), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((start, first), return_when=asyncio.FIRST_COMPLETED)
         if not start.done():
             start.cancel()
             return
@@ -75,13 +72,13 @@ async def _serve(
             if (live := int((await engine.stats())["live"])) > 0:
                 on_drain(live)
         draining = asyncio.ensure_future(engine.stop(drain=True))
-        waits.append(draining)
-        await asyncio.wait((draining, waits[1]), return_when=asyncio.FIRST_COMPLETED)
-    finally:
+        await asyncio.wait((draining, second), return_when=asyncio.FIRST_COMPLETED)
         await engine.stop()
-        for wait in waits:
-            wait.cancel()
-        await asyncio.wait(waits)
+        await draining
+    finally:
+        first.cancel()
+        second.cancel()
+        await engine.stop()
 
 
 def fetch_story(endpoint: str, request_id: str) -> list[StoryEvent]:

@@ -215,7 +215,7 @@ class ClientLink:
 
     def _answer_bad_request(self, identity: bytes, frame: bytes, error: str) -> None:
         """A frame that was meant as a request is refused by name, not only counted."""
-        if identity not in self._clients or len(frame) > MAX_BACKLOG_BYTES:
+        if identity not in self._clients or len(frame) > MAX_REQUEST_BYTES:
             return
         try:
             parts = msgspec.msgpack.decode(frame)

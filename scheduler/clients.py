@@ -37,6 +37,9 @@ class ClientBook:
         for client in self._clients.values():
             yield from client.by_key.values()
 
+    def __bool__(self) -> bool:
+        return bool(self._clients)
+
     def __len__(self) -> int:
         return sum(len(client.by_key) for client in self._clients.values())
 

@@ -46,7 +46,7 @@ class Core:
     @property
     def idle(self) -> bool:
         """Whether no accepted request is open."""
-        return len(self._life.clients) == 0
+        return not self._life.clients
 
     @property
     def limit(self) -> int:

@@ -94,10 +94,11 @@ class SchedulerProcess:
     def _turn(self) -> None:
         now = time.monotonic()
         self._core.tick(now)
-        told = self._core.idle and not self._clients.stalled
-        if self._draining and (told or now >= self._drain_until):
-            self._core.shutdown(now)
-            self._actor.stop()
+        if self._draining:
+            told = self._core.idle and not self._clients.stalled
+            if told or now >= self._drain_until:
+                self._core.shutdown(now)
+                self._actor.stop()
         # The worker first: it computes while the outputs are encoded.
         while self._worker.state is WorkerState.READY and (plan := self._core.plan(now)):
             self._worker.send(plan)

@@ -107,13 +107,6 @@ class Sequence:
         "waited_s",
     )
 
-    @property
-    def wire_bytes(self) -> int:
-        """About how many bytes it takes to tell a worker of this sequence."""
-        params = self.params
-        ids = len(params.allowed_token_ids or ()) + len(params.golden_token_ids or ())
-        return len(self.tokens) + 4 * ids
-
     def __init__(
         self,
         *,
@@ -170,6 +163,13 @@ class Sequence:
         # Positions that were computed when the sequence last lost its blocks: what of them the
         # prefix cache does not give back has to be recomputed.
         self.computed_before = 0
+
+    @property
+    def wire_bytes(self) -> int:
+        """About how many bytes it takes to tell a worker of this sequence."""
+        params = self.params
+        ids = len(params.allowed_token_ids or ()) + len(params.golden_token_ids or ())
+        return len(self.tokens) + 4 * ids
 
     def move(self, status: Status) -> None:
         """Change the status; raise ``InvalidTransition`` when the table does not allow it."""

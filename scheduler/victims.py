@@ -39,8 +39,8 @@ def priority_victims(
 ) -> list[Sequence]:
     """Return those that make way for ``head``, which needs a slot and ``missing`` blocks.
 
-    Only those that ``makes_way`` allows. Empty when ``head`` fits as
-    things are, or does not fit even with all of them gone.
+    Only those that ``makes_way`` allows. Empty when ``head`` fits as things are, or does not fit
+    even with all of them gone.
     """
     # A drained row leaves its slot with the next result; no need to push anybody out for a slot.
     slots = len(table.free_slots) + int((~table.decode & (table.sure > 0)).sum())

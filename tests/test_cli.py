@@ -284,14 +284,17 @@ def test_run_fetches_the_default_model_when_it_is_missing(
     assert asked == ["smollm2-135m"]
 
 
+class Interrupted(WordEngine):
+    """Ctrl-C comes after its first word."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        super().__init__(args)
+        self.interrupt_after = 1
+
+
 def test_an_interrupted_run_says_nothing_more(
     deepinfer: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Interrupted(WordEngine):
-        def __init__(self, args: EngineArgs) -> None:
-            super().__init__(args)
-            self.interrupt_after = 1
-
     monkeypatch.setattr(llm_engine, "LLMEngine", Interrupted)
     status, out, err = deepinfer("run", "a b")
     assert status == 130
@@ -483,11 +486,6 @@ def test_a_batch_that_cannot_start_leaves_the_old_results(deepinfer: Cli, tmp_pa
 def test_an_interrupted_batch_leaves_the_old_results_and_keeps_the_new_apart(
     deepinfer: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Interrupted(WordEngine):
-        def __init__(self, args: EngineArgs) -> None:
-            super().__init__(args)
-            self.interrupt_after = 1
-
     monkeypatch.setattr(llm_engine, "LLMEngine", Interrupted)
     monkeypatch.setattr(batch_file, "_MAX_RUNNING", 1)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

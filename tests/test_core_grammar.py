@@ -13,24 +13,11 @@ from functools import cache
 import pytest
 
 from deepinfer.scheduler import lifecycle
-from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.params import SamplingParams
-from support.core_driver import CoreDriver, Request, reference
+from support.core_driver import CoreDriver, Request, recomputing_driver, reference
 from support.scripted_grammar import ATOMS, CLOSES, EOS, GRAMMAR, OPENS, BracketMatcher
 
 PARAMS = SamplingParams(seed=0, temperature=0.0, max_tokens=40)
-
-
-def engine_with(num_blocks: int = 64, tokens_per_row: int = 1, **fields: object) -> CoreDriver:
-    values: dict[str, object] = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 32,
-        "block_size": 4,
-        "max_model_len": 64,
-        "stop_preempted_request": False,
-    }
-    args = EngineArgs(**(values | fields))  # type: ignore[arg-type]
-    return CoreDriver(args, num_blocks, tokens_per_row)
 
 
 @cache
@@ -67,7 +54,7 @@ def test_a_matcher_agrees_with_the_tokens_wherever_its_request_is_evicted(
     fields = {"enable_prefix_caching": caching, "async_scheduling": overlap}
     evicted = 0
     for position in itertools.count():
-        engine = engine_with(tokens_per_row=tokens_per_row, **fields)
+        engine = recomputing_driver(tokens_per_row=tokens_per_row, **fields)
         request = engine.add(prompts_that_end(12, 1)[0], PARAMS)
         free = engine.add([5] * 9, PARAMS)
         for _ in range(position):
@@ -87,7 +74,7 @@ def test_a_matcher_agrees_with_the_tokens_wherever_its_request_is_evicted(
 def test_two_matchers_rebuilt_in_the_same_step_do_not_mix(how: str, overlap: bool) -> None:
     """PRE-03, two constrained requests at once."""
     for position in range(1, 12):
-        engine = engine_with(async_scheduling=overlap)
+        engine = recomputing_driver(async_scheduling=overlap)
         requests = [engine.add(prompt, PARAMS) for prompt in prompts_that_end(14, 2)]
         for _ in range(position):
             engine.step()
@@ -109,7 +96,7 @@ def test_matchers_survive_a_pool_that_holds_a_third_of_their_requests(
     """PRE-03, evictions as the engine makes them."""
     # Requests so short would wait until all of them fit.
     monkeypatch.setattr(lifecycle, "HEADROOM", 0)
-    engine = engine_with(14, tokens_per_row, async_scheduling=overlap)
+    engine = recomputing_driver(14, tokens_per_row, async_scheduling=overlap)
     requests = [engine.add(prompt, PARAMS) for prompt in prompts_that_end(12, 6)]
     engine.run()
     assert engine.core.stats()["preemptions"] > 0

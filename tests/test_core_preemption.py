@@ -7,26 +7,13 @@ import itertools
 import pytest
 
 from deepinfer.wire.columns import unpack_int32
-from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.params import SamplingParams
-from support.core_driver import CoreDriver
+from support.core_driver import CoreDriver, recomputing_driver
 
 
 def greedy(max_tokens: int = 8, **fields: object) -> SamplingParams:
     values = {"seed": 0, "temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens}
     return SamplingParams(**(values | fields))  # type: ignore[arg-type]
-
-
-def driver(num_blocks: int, tokens_per_row: int = 1, **fields: object) -> CoreDriver:
-    values: dict[str, object] = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 32,
-        "block_size": 4,
-        "max_model_len": 64,
-        "stop_preempted_request": False,
-    }
-    args = EngineArgs(**(values | fields))  # type: ignore[arg-type]
-    return CoreDriver(args, num_blocks, tokens_per_row)
 
 
 SETTINGS = list(itertools.product([True, False], [True, False], [8, 64], [1, 3]))
@@ -37,7 +24,7 @@ def test_eight_requests_in_room_for_three_say_what_they_say_alone(
     cache: bool, overlap: bool, budget: int, tokens_per_row: int
 ) -> None:
     """PRE-01: prefix cache, chunks, overlap and drafts, each on and off."""
-    engine = driver(
+    engine = recomputing_driver(
         24,
         tokens_per_row,
         enable_prefix_caching=cache,
@@ -64,7 +51,7 @@ def test_a_request_evicted_at_any_position_continues_exactly(
     position: int, overlap: bool, cache: bool
 ) -> None:
     """PRE-01: a hook evicts at every position, with results in flight."""
-    engine = driver(
+    engine = recomputing_driver(
         64, enable_prefix_caching=cache, async_scheduling=overlap, max_num_batched_tokens=8
     )
     request, other = engine.add([5] * 21, greedy(14)), engine.add([6] * 5, greedy(20))
@@ -86,7 +73,7 @@ def test_a_request_evicted_at_any_position_continues_exactly(
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_stop_policy_ends_a_preempted_request_with_a_correct_beginning(overlap: bool) -> None:
     """PRE-01 in stop mode."""
-    engine = driver(24, stop_preempted_request=True, async_scheduling=overlap)
+    engine = recomputing_driver(24, stop_preempted_request=True, async_scheduling=overlap)
     requests = [engine.add([4 + i, 5, 6, 7], greedy(28)) for i in range(8)]
     engine.run()
     ended = [r for r in requests if r.end and r.end.detail == "preempted"]
@@ -104,7 +91,7 @@ def test_the_stop_policy_ends_a_preempted_request_with_a_correct_beginning(overl
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_a_step_that_preempted_admits_nobody(stop: bool) -> None:
-    engine = driver(24, stop_preempted_request=stop)
+    engine = recomputing_driver(24, stop_preempted_request=stop)
     seen = 0
     for i in range(90):
         # There is always a newcomer small enough for what a preemption frees.
@@ -127,7 +114,7 @@ def _preempted(engine: CoreDriver) -> float:
 
 
 def test_shared_beginnings_are_computed_once_also_by_prompts_that_come_together() -> None:
-    engine = driver(64, max_num_batched_tokens=16)
+    engine = recomputing_driver(64, max_num_batched_tokens=16)
     stem = [9] * 24
     first = engine.add([*stem, 5], greedy(4))
     others = [engine.add([*stem, 6 + i], greedy(4)) for i in range(4)]
@@ -141,7 +128,7 @@ def test_shared_beginnings_are_computed_once_also_by_prompts_that_come_together(
 
 
 def test_a_full_hit_leaves_a_token_to_compute_and_salts_keep_tenants_apart() -> None:
-    engine = driver(64)
+    engine = recomputing_driver(64)
     prompt = [9] * 16
     for salt, expected in (("", 0), ("", 12), ("tenant", 0), ("tenant", 12)):
         request = engine.add(prompt, greedy(3), salt=salt)
@@ -152,7 +139,7 @@ def test_a_full_hit_leaves_a_token_to_compute_and_salts_keep_tenants_apart() -> 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_next_turn_of_a_chat_finds_the_answer_before_it(overlap: bool) -> None:
-    engine = driver(64, async_scheduling=overlap)
+    engine = recomputing_driver(64, async_scheduling=overlap)
     first = engine.add([9] * 12, greedy(12))
     engine.run()
     turn = first.prompt + first.tokens + [5, 6]
@@ -173,7 +160,7 @@ def test_streams_continue_exactly_after_a_worker_died_whatever_the_policy(
     moment: int, stop: bool, overlap: bool
 ) -> None:
     """PROC-01 as the core sees it: the worker dies with results in flight, some come late."""
-    engine = driver(
+    engine = recomputing_driver(
         64, stop_preempted_request=stop, async_scheduling=overlap, max_num_batched_tokens=8
     )
     requests = [engine.add([5 + i] * (3 + 4 * i), greedy(10, prompt_logprobs=0)) for i in range(4)]
@@ -200,7 +187,7 @@ def _events(engine: CoreDriver, request_id: str) -> list[str]:
 
 
 def test_sequences_resume_in_the_order_of_their_arrival_after_a_worker_died() -> None:
-    engine = driver(64, max_num_seqs=2)
+    engine = recomputing_driver(64, max_num_seqs=2)
     requests = [engine.add([5 + i] * 6, greedy(10)) for i in range(4)]
     for _ in range(3):
         engine.step()
@@ -215,7 +202,7 @@ def test_sequences_resume_in_the_order_of_their_arrival_after_a_worker_died() ->
 
 
 def test_tokens_go_to_whom_they_belong_after_a_worker_died() -> None:
-    engine = driver(64)
+    engine = recomputing_driver(64)
     gone = engine.add([5] * 4, greedy(20), client=b"a")
     for _ in range(5):
         engine.step()
@@ -237,11 +224,11 @@ def test_prompt_logprobs_come_once_per_position_whatever_is_cached_or_evicted(
     length: int, budget: int, evict_after: int | None, overlap: bool
 ) -> None:
     """LP-01: the cache on, chunks, evictions; each position once, none from somebody else."""
-    plain = driver(64, enable_prefix_caching=False, max_num_batched_tokens=64)
+    plain = recomputing_driver(64, enable_prefix_caching=False, max_num_batched_tokens=64)
     prompt = [5 + i % 7 for i in range(length)]
     alone = plain.add(prompt, greedy(4, prompt_logprobs=0))
     plain.run()
-    engine = driver(64, max_num_batched_tokens=budget, async_scheduling=overlap)
+    engine = recomputing_driver(64, max_num_batched_tokens=budget, async_scheduling=overlap)
     sharing = engine.add([*prompt[: length // 2], 9, 9, 9], greedy(4))
     engine.run()
     requests = []
@@ -261,7 +248,7 @@ def test_prompt_logprobs_come_once_per_position_whatever_is_cached_or_evicted(
 
 
 def test_prompt_logprobs_of_a_request_that_is_gone_reach_nobody() -> None:
-    engine = driver(64, max_num_seqs=1, max_num_batched_tokens=8)
+    engine = recomputing_driver(64, max_num_seqs=1, max_num_batched_tokens=8)
     gone = engine.add([5 + i % 9 for i in range(24)], greedy(4, prompt_logprobs=0))
     engine.plan()
     late = engine.results.pop()

@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +158,22 @@ def test_outputs_beside_a_refusal_are_not_lost(folder) -> None:
             assert tokens(outs) == folder.reference([1, 2], 8)
 
 
-async def test_a_drained_engine_finishes_what_is_open_and_refuses_what_comes(folder) -> None:
-    engine = AsyncEngine(folder.args())
+@asynccontextmanager
+async def busy_engine(
+    folder: ScriptedFolder, params: SamplingParams, count: int = 1, **fields: Any
+) -> AsyncIterator[tuple[AsyncEngine, list[asyncio.Task[list[int]]]]]:
+    """An engine that was started by hand and is held, and its open streams: prompts ``[3, n]``."""
+    engine = AsyncEngine(folder.args(**fields))
     await engine.start()
     with folder.held():
-        streams = [asyncio.create_task(token_ids(engine, [3, n], SHORT)) for n in range(20)]
-        while (await engine.stats())["live"] < 20:
+        streams = [asyncio.create_task(token_ids(engine, [3, n], params)) for n in range(count)]
+        while (await engine.stats())["live"] < count:
             await asyncio.sleep(0)
+        yield engine, streams
+
+
+async def test_a_drained_engine_finishes_what_is_open_and_refuses_what_comes(folder) -> None:
+    async with busy_engine(folder, SHORT, 20) as (engine, streams):
         stopping = asyncio.create_task(engine.stop(drain=True))
         await asyncio.sleep(0)
         with pytest.raises(EngineBusyError, match="shuts down"):
@@ -178,12 +188,7 @@ async def test_a_drained_engine_finishes_what_is_open_and_refuses_what_comes(fol
 
 
 async def test_stop_ends_a_drain_that_goes_on(folder) -> None:
-    engine = AsyncEngine(folder.args(drain_timeout_s=600))
-    await engine.start()
-    with folder.held():
-        stream = asyncio.create_task(token_ids(engine, [3, 4], ENDLESS))
-        while not (await engine.stats())["live"]:
-            await asyncio.sleep(0)
+    async with busy_engine(folder, ENDLESS, drain_timeout_s=600) as (engine, (stream,)):
         draining = asyncio.create_task(engine.stop(drain=True))
         await asyncio.sleep(0)
         await engine.stop()
@@ -195,12 +200,7 @@ async def test_stop_ends_a_drain_that_goes_on(folder) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_nothing_is_lost_when_the_scheduler_is_in_a_drain(folder, how) -> None:
-    engine = AsyncEngine(folder.args(heartbeat_timeout_s=2))
-    await engine.start()
-    with folder.held():
-        streams = [asyncio.create_task(token_ids(engine, [3, n], SHORT)) for n in range(20)]
-        while (await engine.stats())["live"] < 20:
-            await asyncio.sleep(0)
+    async with busy_engine(folder, SHORT, 20, heartbeat_timeout_s=2) as (engine, streams):
         process_of("deepinfer.scheduler").send_signal(how)
         stopping = asyncio.create_task(engine.stop(drain=True))
         await asyncio.sleep(0)
@@ -211,19 +211,14 @@ async def test_nothing_is_lost_when_the_scheduler_is_in_a_drain(folder, how) -> 
 
 
 async def test_a_drain_goes_on_when_who_waits_for_it_is_cancelled(folder) -> None:
-    engine = AsyncEngine(folder.args())
-    await engine.start()
-    with folder.held():
-        stream = asyncio.create_task(token_ids(engine, [3, 4], SHORT))
-        while not (await engine.stats())["live"]:
-            await asyncio.sleep(0)
+    async with busy_engine(folder, SHORT) as (engine, (stream,)):
         impatient = asyncio.create_task(engine.stop(drain=True))
         patient = asyncio.create_task(engine.stop(drain=True))
         await asyncio.sleep(0)
         impatient.cancel()
         with pytest.raises(EngineBusyError, match="shuts down"):
             await token_ids(engine, [1], SHORT)
-    assert await stream == folder.reference([3, 4], 8)
+    assert await stream == folder.reference([3, 0], 8)
     await patient
     assert not engine_processes()
     with pytest.raises(EngineDownError, match="stopped"):
@@ -231,12 +226,7 @@ async def test_a_drain_goes_on_when_who_waits_for_it_is_cancelled(folder) -> Non
 
 
 async def test_a_cancelled_stop_frees_who_waits_for_the_drain(folder) -> None:
-    engine = AsyncEngine(folder.args(drain_timeout_s=600))
-    await engine.start()
-    with folder.held():
-        stream = asyncio.create_task(token_ids(engine, [3, 4], ENDLESS))
-        while not (await engine.stats())["live"]:
-            await asyncio.sleep(0)
+    async with busy_engine(folder, ENDLESS, drain_timeout_s=600) as (engine, (stream,)):
         draining = asyncio.create_task(engine.stop(drain=True))
         await asyncio.sleep(0)
         stopping = asyncio.create_task(engine.stop())

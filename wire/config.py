@@ -81,16 +81,15 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
         check_float("heartbeat_timeout_s", self.heartbeat_timeout_s, 2.0, 86_400)
         check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86_400)
         check_float("start_timeout_s", self.start_timeout_s, 0.1, 86_400)
-        for field, low in (
-            ("max_model_len", 1),
-            ("num_kv_blocks", 1),
-            ("kv_cache_bytes", 1),
+        for field, high in (
+            ("max_model_len", 1 << 50),
+            ("num_kv_blocks", 1 << 50),
+            ("kv_cache_bytes", 1 << 50),
+            ("num_threads", 1024),
         ):
             value = getattr(self, field)
             if value is not None:
-                check_int(field, value, low, 1 << 50)
-        if self.num_threads is not None:
-            check_int("num_threads", self.num_threads, 1, 1024)
+                check_int(field, value, 1, high)
         if self.seed is not None:
             check_int("seed", self.seed, 0, (1 << 63) - 1)
         for field in ("stop_preempted_request", "enable_prefix_caching", "async_scheduling"):

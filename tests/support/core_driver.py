@@ -324,3 +324,18 @@ class CoreDriver:
             everything = request.prompt + request.output[: end.num_output_tokens]
             assert end.last_token_id == everything[-1]
             assert end.queue_ms <= end.total_ms
+
+
+def recomputing_driver(
+    num_blocks: int = 64, tokens_per_row: int = 1, **fields: object
+) -> CoreDriver:
+    """Return a small engine under the recompute policy; ``fields`` change its arguments."""
+    values: dict[str, object] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "max_model_len": 64,
+        "stop_preempted_request": False,
+    }
+    args = EngineArgs(**(values | fields))  # type: ignore[arg-type]
+    return CoreDriver(args, num_blocks, tokens_per_row)
