@@ -36,7 +36,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import combinations, product
+from itertools import chain, combinations, product, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +53,19 @@ from support.streams import check_stream, end, text, tokens
 MAX_MODEL_LEN = 64
 MAX_TOKENS = (1, 14)
 PREEMPTED = ("insufficient_system_resource", "preempted")
+
+
+def _plain(number: int, num_prompt: int, max_tokens: int) -> RandomRequest:
+    prompt = [300 + 7 * i - number for i in range(num_prompt)]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return RandomRequest(number, prompt, params)
+
+
+# What random requests come to depends on when each arrives and on when a worker is killed. These
+# see to it that every configuration goes through what it is named after: two that start together
+# and outgrow the small pool, and one that finds in the prefix cache what it left there itself.
+_GROWING, _AGAIN = [_plain(-1, 8, 40), _plain(-2, 8, 40)], [_plain(-3, 20, 2)]
+ENCORE = (_GROWING, _AGAIN, _AGAIN)
 
 
 class Configuration(NamedTuple):
@@ -324,34 +337,42 @@ async def stream(engine: AsyncEngine, request: RandomRequest) -> list[Result]:
 
 
 def _streams(
-    args: EngineArgs, requests: Sequence[RandomRequest], kill_after_s: float | None
+    args: EngineArgs, groups: Sequence[Sequence[RandomRequest]], kill_after_s: float | None
 ) -> tuple[list[list[Result]], dict[str, float]]:
-    async def all_at_once() -> tuple[list[list[Result]], dict[str, float]]:
+    async def serve() -> tuple[list[list[Result]], dict[str, float]]:
+        results: list[list[Result]] = []
         async with AsyncEngine(args) as engine:
-            with worker_killed(args, kill_after_s):
-                results = await asyncio.gather(*(stream(engine, r) for r in requests))
+            for group, after_s in zip(groups, _only_first(kill_after_s), strict=False):
+                with worker_killed(args, after_s):
+                    results += await asyncio.gather(*(stream(engine, r) for r in group))
             return results, await engine.stats()
 
-    return asyncio.run(all_at_once())
+    return asyncio.run(serve())
 
 
 def _finals(
-    args: EngineArgs, requests: Sequence[RandomRequest], kill_after_s: float | None
+    args: EngineArgs, groups: Sequence[Sequence[RandomRequest]], kill_after_s: float | None
 ) -> tuple[list[list[Result]], dict[str, float]]:
+    results: list[list[Result]] = []
     with LLM(**msgspec.structs.asdict(args)) as llm:
-        with worker_killed(args, kill_after_s):
-            completions = iter(
-                llm.generate(
-                    [request.prompt for request in requests],
-                    [request.params for request in requests],
-                    progress=False,
+        for group, after_s in zip(groups, _only_first(kill_after_s), strict=False):
+            with worker_killed(args, after_s):
+                completions = iter(
+                    llm.generate(
+                        [request.prompt for request in group],
+                        [request.params for request in group],
+                        progress=False,
+                    )
                 )
-            )
-        results = [
-            [Result.of_completion(next(completions)) for _ in range(request.params.n)]
-            for request in requests
-        ]
+            results += [
+                [Result.of_completion(next(completions)) for _ in range(request.params.n)]
+                for request in group
+            ]
         return results, llm.stats()
+
+
+def _only_first(kill_after_s: float | None) -> Iterator[float | None]:
+    return chain([kill_after_s], repeat(None))
 
 
 @contextmanager
@@ -393,7 +414,10 @@ def run_block(
     folder: Path,
     dtype: str,
 ) -> Block:
-    """Serve the requests, all at once, by one engine; the reference must know them."""
+    """Serve the requests, all at once, and then ``ENCORE`` by one engine.
+
+    The reference must know them.
+    """
     args = configuration.args(folder, dtype)
     rng = random.Random(requests[0].number)
     kill_after_s = None
@@ -402,7 +426,9 @@ def run_block(
         kill_after_s = rng.uniform(0.1, 0.1 + 0.02 * len(requests))
     serve = _streams if configuration.delivery == "stream" else _finals
     started = time.monotonic()
-    results, stats = serve(args, requests, kill_after_s)
+    groups = [requests, *ENCORE]
+    served = [request for group in groups for request in group]
+    results, stats = serve(args, groups, kill_after_s)
     block = Block(
         configuration,
         [request.number for request in requests],
@@ -410,7 +436,7 @@ def run_block(
         time.monotonic() - started,
         ended_early=sum(own.finish == PREEMPTED for result in results for own in result),
     )
-    for request, result in zip(requests, results, strict=True):
+    for request, result in zip(served, results, strict=True):
         found = reference.difference(request, result, configuration)
         if found:
             block.differences.append(f"{configuration}, {request}:\n  {found}")
@@ -453,7 +479,7 @@ def run(
     needed = sorted({number for own in numbers for number in own})
     started = time.monotonic()
     reference = Reference(folder, dtype)
-    reference.learn([source[number] for number in needed])
+    reference.learn([*(source[number] for number in needed), *_GROWING, *_AGAIN])
     seconds = time.monotonic() - started
     print(f"{dtype}: {len(needed)} requests alone in {seconds:.1f} s", flush=True)
     report = Report()
