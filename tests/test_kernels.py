@@ -374,7 +374,6 @@ def test_after_warm_up_nothing_is_compiled(dtype):
     kernels = [
         linear.linear,
         linear.gather_rows,
-        linear.pack_panels,
         elementwise.rms_norm,
         elementwise.silu_mul,
         elementwise.take_rows,

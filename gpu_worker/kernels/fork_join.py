@@ -267,6 +267,12 @@ def fork_join(control, body, arguments, units):
         raise MemoryError("a kernel could not allocate its scratch memory")
 
 
+@njit(**INNER)
+def num_threads(control):
+    """Threads that take part in a job, the launching one included."""
+    return _load(control, _THREADS)
+
+
 class ThreadTeam:
     """The launching thread and ``num_threads - 1`` helpers; ``control`` goes to ``fork_join``."""
 
