@@ -4,7 +4,7 @@ A model is written once, against ``Backend``. Shapes use T tokens of a step, R r
 logits, HQ query heads, HK key/value heads, D head size, P table positions, V vocabulary.
 Activations are C-contiguous float32 arrays (a leading slice ``scratch[:T]`` of a bigger one is
 fine); weights and the KV cache are float32, or bfloat16 held as uint16 because numpy has no
-bfloat16.
+bfloat16; the cache may be int8 as well.
 
 Every operation is batch invariant: the bits of a token's result depend on that token's own inputs
 and position, never on T, on the rows beside it, on how a prompt was cut into chunks or on the
@@ -32,7 +32,10 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(np.uint16),
 }
-"""numpy dtype in which weights and KV cache of a run dtype are held."""
+"""numpy dtype in which weights of a run dtype are held."""
+
+KV_STORAGE = STORAGE | {"int8": np.dtype(np.int8)}
+"""numpy dtype in which keys and values of a cache dtype are held."""
 
 
 def padded_to_lanes(count: int) -> int:
@@ -78,6 +81,8 @@ class KVLayer:
     - ``keys`` [blocks, HK, block_size rounded up to LANES / LANES, D, LANES]: token ``o`` of a
       block is lane ``o % LANES`` of group ``o // LANES``.
     - ``values`` [blocks, HK, block_size, D rounded up to LANES].
+    - ``scales`` float32 [2, blocks, HK, block_size], empty unless the cache is int8: each key and
+      each value vector is its integers times its own scale, those of keys first.
 
     What was never written, or belonged to an earlier owner of the block, is never read into a
     result.
@@ -85,6 +90,7 @@ class KVLayer:
 
     keys: Stored
     values: Stored
+    scales: Float32
     block_size: int
     head_dim: int
 
@@ -101,8 +107,9 @@ class KVCache:
         head_dim: int,
         dtype: str,
     ) -> None:
-        """``dtype`` is a key of ``STORAGE``; ``block_size`` is any number of tokens >= 1."""
-        storage = STORAGE[dtype]
+        """``dtype`` is a key of ``KV_STORAGE``; ``block_size`` is any number of tokens >= 1."""
+        storage = KV_STORAGE[dtype]
+        scaled = num_blocks if dtype == "int8" else 0
         groups = padded_to_lanes(block_size) // LANES
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -112,6 +119,7 @@ class KVCache:
                 values=np.zeros(
                     (num_blocks, num_kv_heads, block_size, padded_to_lanes(head_dim)), storage
                 ),
+                scales=np.zeros((2, scaled, num_kv_heads, block_size), np.float32),
                 block_size=block_size,
                 head_dim=head_dim,
             )
@@ -125,7 +133,9 @@ class KVCache:
         """Bytes that one block takes over all layers, padding included."""
         keys = padded_to_lanes(block_size) * head_dim
         values = block_size * padded_to_lanes(head_dim)
-        return num_layers * num_kv_heads * (keys + values) * int(STORAGE[dtype].itemsize)
+        scales = 2 * block_size * 4 if dtype == "int8" else 0
+        numbers = (keys + values) * int(KV_STORAGE[dtype].itemsize)
+        return num_layers * num_kv_heads * (numbers + scales)
 
 
 class Linear(Protocol):
@@ -180,9 +190,9 @@ class Backend(Protocol):
         """Normalise and rotate queries and keys, and store keys and values in the cache.
 
         ``qkv`` [T, (HQ + 2 HK) * D] holds the heads of q, then k, then v. Its q part is changed in
-        place; its k part may or may not be. ``q_norm`` and ``k_norm`` [D] are the weights of an
-        RMSNorm per head (Qwen3), both or none. The rotation is the rotate-half form: dimension i is
-        paired with i + D/2 and turned by ``cos``, ``sin`` [P, D/2] at the token's position.
+        place; its k and v parts may or may not be. ``q_norm`` and ``k_norm`` [D] are the weights of
+        an RMSNorm per head (Qwen3), both or none. The rotation is the rotate-half form: dimension i
+        is paired with i + D/2 and turned by ``cos``, ``sin`` [P, D/2] at the token's position.
         """
 
     def attention(

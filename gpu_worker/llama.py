@@ -50,7 +50,12 @@ class Model:
     output), ``eos_token_ids``, ``config`` and ``dtype``.
     """
 
-    def __init__(self, weights: _Weights, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        weights: _Weights,
+        max_model_len: int | None = None,
+        kv_cache_dtype: str | None = None,
+    ) -> None:
         config = self.config = weights.config
         self.backend = weights.backend
         self.dtype = weights.dtype
@@ -64,6 +69,7 @@ class Model:
         tied = config.tied_embeddings
         self.head = self.embedding if tied else weights.vocabulary_matrix("lm_head")
         self.cos, self.sin = rope_tables(config.rope, config.head_dim, self.max_model_len)
+        self.kv_dtype = kv_cache_dtype or self.dtype
         self.cache: KVCache | None = None
         self._scratch: dict[str, Float32] = {}
 
@@ -74,12 +80,14 @@ class Model:
         backend: Backend,
         dtype: str = "bfloat16",
         max_model_len: int | None = None,
+        kv_cache_dtype: str | None = None,
     ) -> Model:
         """Load a folder with config.json and safetensors weights.
 
-        ``dtype`` ("float32" or "bfloat16") is what weights and KV cache are kept in.
-        ``max_model_len`` lowers the model's own limit. Raises ``ModelError`` naming the file and
-        the field or tensor when the folder cannot be served.
+        ``dtype`` ("float32" or "bfloat16") is what weights are kept in, and the KV cache as well
+        unless ``kv_cache_dtype`` (one of these, or "int8") says otherwise. ``max_model_len`` lowers
+        the model's own limit. Raises ``ModelError`` naming the file and the field or tensor when
+        the folder cannot be served.
         """
         if dtype not in STORAGE:
             raise ModelError(f"dtype must be one of {', '.join(STORAGE)}, got {dtype!r}")
@@ -91,7 +99,7 @@ class Model:
                 f"got {max_model_len}"
             )
         checkpoint = Checkpoint(folder)
-        model = cls(_Weights(checkpoint, config, backend, dtype), max_model_len)
+        model = cls(_Weights(checkpoint, config, backend, dtype), max_model_len, kv_cache_dtype)
         # Older exporters wrote these; both follow from config.json and the other tensors.
         checkpoint.ignore(
             "lm_head.weight",
@@ -104,7 +112,7 @@ class Model:
         """Bytes that a KV block of ``block_size`` tokens takes over all layers."""
         config = self.config
         return KVCache.bytes_per_block(
-            config.num_layers, block_size, config.num_kv_heads, config.head_dim, self.dtype
+            config.num_layers, block_size, config.num_kv_heads, config.head_dim, self.kv_dtype
         )
 
     def attach_cache(self, num_blocks: int, block_size: int) -> None:
@@ -116,7 +124,7 @@ class Model:
             block_size,
             config.num_kv_heads,
             config.head_dim,
-            self.dtype,
+            self.kv_dtype,
         )
 
     @property

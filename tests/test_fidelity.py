@@ -58,8 +58,8 @@ def prompts(smollm2_folder):
     ]
 
 
-def load(folder, dtype):
-    model = Model.load(folder, CpuBackend(num_threads=2), dtype, max_model_len=1024)
+def load(folder, dtype, **options):
+    model = Model.load(folder, CpuBackend(num_threads=2), dtype, max_model_len=1024, **options)
     model.attach_cache(num_blocks=512, block_size=BLOCK_SIZE)
     return model
 
@@ -121,6 +121,15 @@ def test_bfloat16_strays_no_further_than_transformers_own(
     ours = [rows.step({row: ids[:-1]})[row][-NEW_TOKENS:] for row, (ids, _) in enumerate(some)]
     theirs = teacher_forced(reference_model(smollm2_folder, torch.bfloat16), some)
     assert mean_kl(want, ours) <= 1.2 * mean_kl(want, theirs)
+
+
+def test_an_int8_cache_moves_the_logits_little(smollm2_folder, generated):
+    model = load(smollm2_folder, "float32", kv_cache_dtype="int8")
+    rows = RaggedRows(model, len(generated))
+    ours = [rows.step({row: ids[:-1]})[row][-NEW_TOKENS:] for row, (ids, _) in enumerate(generated)]
+    kl = mean_kl([logits for _, logits in generated], ours)
+    print(f"int8 KV cache: mean KL {kl:.2e} nats")
+    assert 1e-6 < kl < 5e-3
 
 
 def mean_kl(reference, other):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from deepinfer.gpu_worker.cpu_backend import CpuBackend
 from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam
 
 DTYPES = ("float32", "bfloat16")
+CACHE_DTYPES = (*DTYPES, "int8")
 BACKEND = CpuBackend(2)
 ALONE = CpuBackend(1)
 
@@ -192,6 +195,14 @@ def test_argmax_takes_the_first_of_equals():
 # ---- attention ----------------------------------------------------------------------------------
 
 
+def as_cached(vectors, dtype):
+    """What a cache of this dtype makes of vectors along the last axis."""
+    if dtype != "int8":
+        return widened(stored(vectors, dtype))
+    scales = np.abs(vectors).max(-1, keepdims=True) / 127
+    return np.rint(vectors / scales) * scales
+
+
 class Sequences:
     """A few sequences with random queries, keys and values, to be fed in any cut and company."""
 
@@ -215,7 +226,8 @@ class Sequences:
         """A cache whose every byte is NaN: nothing unwritten may show."""
         cache = KVCache(1, self.num_blocks, self.block_size, self.kv_heads, self.dim, self.dtype)
         layer = cache.layers[0]
-        stale = np.nan if self.dtype == "float32" else 0x7FC0
+        stale = {"float32": np.nan, "bfloat16": 0x7FC0, "int8": -128}[self.dtype]
+        layer.scales[:] = np.nan
         layer.keys[:] = stale
         layer.values[..., : self.dim] = stale
         return layer
@@ -251,8 +263,8 @@ class Sequences:
             c, d = (t[:length, None].astype(np.float64) for t in (self.cos, self.sin))
             a, b = x[..., :half], x[..., half:]
             parts.append(np.concatenate((a * c - b * d, b * c + a * d), -1))
-        q, k = parts[0], widened(stored(parts[1], self.dtype))
-        v = widened(stored(v, self.dtype))
+        q, k = parts[0], as_cached(parts[1], self.dtype)
+        v = as_cached(v, self.dtype)
         group = self.heads // self.kv_heads
         k, v = k.repeat(group, 1), v.repeat(group, 1)
         scores = np.einsum("qhd,khd->hqk", q, k) * dim**-0.5
@@ -265,7 +277,7 @@ class Sequences:
         return np.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 24, 32, 200])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (7, 1, 128), (6, 2, 8), (2, 1, 34)]
@@ -283,8 +295,8 @@ def test_attention_matches_float64(dtype, block_size, heads, kv_heads, dim, wind
 @given(
     data=st.data(),
     block_size=st.sampled_from((1, 4, 16, 24, 32)),
-    shape=st.sampled_from(((9, 3, 64), (4, 4, 20), (7, 1, 16))),
-    dtype=st.sampled_from(DTYPES),
+    shape=st.sampled_from(((9, 3, 64), (4, 4, 20), (7, 1, 16), (10, 2, 8))),
+    dtype=st.sampled_from(CACHE_DTYPES),
     window=st.sampled_from((0, 0, 9, 140)),
 )
 def test_attention_is_bitwise_the_same_in_any_cut_and_company(
@@ -323,10 +335,37 @@ def test_a_batch_takes_arrays_of_any_layout_and_keeps_those_that_fit():
 
 
 def test_the_cache_takes_the_bytes_it_says():
-    for block_size, dim in ((1, 8), (16, 64), (20, 80)):
-        cache = KVCache(3, 7, block_size, 2, dim, "bfloat16")
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        assert held == 7 * KVCache.bytes_per_block(3, block_size, 2, dim, "bfloat16")
+    for block_size, dim, dtype in product((1, 16, 20), (8, 64, 80), CACHE_DTYPES):
+        cache = KVCache(3, 7, block_size, 2, dim, dtype)
+        held = sum(
+            layer.keys.nbytes + layer.values.nbytes + layer.scales.nbytes for layer in cache.layers
+        )
+        assert held == 7 * KVCache.bytes_per_block(3, block_size, 2, dim, dtype)
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_what_is_not_finite_shows_in_all_that_see_it_and_nowhere_else(dtype, bad, part):
+    case = Sequences(5, [40, 40], 4, 2, 32, 16, dtype)
+    at = (4 if part == "key" else 6) * 32
+    case.qkv[0][20, at + 3] = bad
+    hit, spared = case.step(BACKEND, case.new_layer(), [(0, 0, 40), (1, 0, 40)])
+    seen = hit.reshape(40, 4, 32)[20:, :2]
+    if dtype == "int8" or np.isnan(bad):
+        assert np.isnan(seen).any(-1).all()
+    assert np.isfinite(hit[:20]).all() and np.isfinite(spared).all()
+    assert np.isfinite(hit.reshape(40, 4, 32)[:, 2:]).all()
+
+
+def test_an_int8_cache_keeps_vectors_of_zeros_and_of_tiny_numbers():
+    case = Sequences(6, [20], 4, 2, 32, 16, "int8")
+    case.qkv[0][3, 4 * 32 :] = 0
+    case.qkv[0][4, 4 * 32 :] = 1e-42
+    (out,) = case.step(BACKEND, case.new_layer(), [(0, 0, 20)])
+    case.qkv[0][4, 4 * 32 :] = 0
+    (expected,) = case.step(BACKEND, case.new_layer(), [(0, 0, 20)])
+    assert np.isfinite(out).all() and out.tobytes() == expected.tobytes()
 
 
 # ---- threads ------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ def test_parameters_out_of_range_are_refused_by_name(field, values) -> None:
     [
         ("model", ["", None, 5, "x" * 5000]),
         ("dtype", ["fp8", None, "float16"]),
+        ("kv_cache_dtype", ["fp8", None, "int4"]),
         ("device", ["tpu", "cuda"]),
         ("quantization", ["int3", "int8"]),
         ("max_model_len", [0, -1, 1.5, "8"]),

@@ -8,6 +8,7 @@ from deepinfer.wire.checks import check_choice, check_float, check_int, shown
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 QUANTIZATIONS = ("none",)
 POLICIES = ("fcfs", "priority")
 
@@ -23,11 +24,13 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     tokenizer: str | None = None
     """A folder with tokenizer.json; the model's own when not given."""
     dtype: str = "auto"
-    """Weights and KV cache: auto (bfloat16), float32 or bfloat16."""
+    """Weights: auto (bfloat16), float32 or bfloat16."""
     device: str = "auto"
     """auto or cpu."""
     quantization: str = "none"
     """none: the weights as they are."""
+    kv_cache_dtype: str = "auto"
+    """KV cache: auto (as dtype), float32, bfloat16 or int8 (half of bfloat16's memory)."""
     max_model_len: int | None = None
     """Tokens a sequence may hold, prompt and output; the model's own limit when not given."""
     block_size: int = 16
@@ -71,6 +74,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
             if not isinstance(value, str) or not value or len(value) > 4096:
                 raise ValueError(f"{field} must be a non-empty string, got {shown(value)}")
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_choice("device", self.device, DEVICES)
         check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("policy", self.policy, POLICIES)

@@ -283,8 +283,31 @@ def _look_up(keys, values, block_tables, slot, base, count, end, block_size, tab
 
 
 @njit(**INNER)
-def _softmax_rows(scores, stride, position, rows, share, base, count, window, part, width):
-    """Turn the scores of a tile and a span into weights; ``part`` gets their sums and peaks."""
+def _scale_rows(weights, stride, rows, scales, which, kv_head, places, width, count):
+    """Multiply the columns of ``weights`` by the scales of the keys (0) or values (1)."""
+    block_size = scales.shape[3]
+    kv_heads = scales.shape[2]
+    columns = np.zeros(-(-count // LANES) * LANES, np.float32)
+    for k in range(count):
+        line = places[k] // width
+        columns[k] = scales[which, line // (kv_heads * block_size), kv_head, line % block_size]
+    for r in range(rows):
+        for k in range(0, count, LANES):
+            at = r * stride + k
+            store16(weights, at, mul16(load16(weights, at), load16(columns, k)))
+
+
+@njit(**INNER)
+def _softmax_rows(
+    scores, stride, position, rows, share, base, count, window, part, width, scales, kv_head, places
+):  # fmt: skip
+    """Turn the scores of a tile and a span into weights; ``part`` gets their sums and peaks.
+
+    Where keys and values have scales, the scores are multiplied by the ones before, the weights by
+    the others afterwards.
+    """
+    if scales.shape[1] > 0:
+        _scale_rows(scores, stride, rows, scales, 0, kv_head, places, width, count)
     for r in range(rows):
         here = position + r // share
         first = here - window + 1 - base if window > 0 else np.int64(0)
@@ -293,6 +316,8 @@ def _softmax_rows(scores, stride, position, rows, share, base, count, window, pa
         t = rows * width + r * LANES
         p = rows * (width + LANES) + r
         _softmax_span(scores, r * stride, count, first, last, part, t, p)
+    if scales.shape[1] > 0:
+        _scale_rows(scores, stride, rows, scales, 1, kv_head, places, width, count)
 
 
 @njit(**INNER)
@@ -308,8 +333,8 @@ def _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries):
 def _direct_unit(arguments, unit):
     """A tile of 1 to 6 query rows, one or all key/value heads, some or all spans."""
     (
-        qkv, keys, values, positions, slots, block_tables, units, parts, scale, window, block_size,
-        out,
+        qkv, keys, values, scales, positions, slots, block_tables, units, parts, scale, window,
+        block_size, out,
     ) = arguments  # fmt: skip
     kv_heads, groups, dim = keys.shape[1], keys.shape[2], keys.shape[3]
     width = values.shape[3]
@@ -359,7 +384,8 @@ def _direct_unit(arguments, unit):
             own = floats[h * each : (h + 1) * each]
             state, part, scores = own[:size], own[size : 2 * size], own[2 * size + rows * dim :]
             _softmax_rows(
-                scores, stride, position, rows, share, base, count, window, part, width
+                scores, stride, position, rows, share, base, count, window, part, width, scales,
+                first_head + h, places,
             )  # fmt: skip
             v_shift = (first_head + h) * block_size * width
             _direct_values(
@@ -380,8 +406,8 @@ def _direct_unit(arguments, unit):
 def _wide_unit(arguments, unit):
     """A tile of many query rows and one key/value head."""
     (
-        qkv, keys, values, positions, slots, block_tables, units, parts, scale, window, block_size,
-        out,
+        qkv, keys, values, scales, positions, slots, block_tables, units, parts, scale, window,
+        block_size, out,
     ) = arguments  # fmt: skip
     kv_heads, groups, dim = keys.shape[1], keys.shape[2], keys.shape[3]
     width = values.shape[3]
@@ -427,7 +453,8 @@ def _wide_unit(arguments, unit):
                 scores, table[1, g], stride, rows,
             )  # fmt: skip
         _softmax_rows(
-            scores, stride, position, rows, share, base, count, window, part, width
+            scores, stride, position, rows, share, base, count, window, part, width, scales,
+            kv_head, places,
         )  # fmt: skip
         for d in range(0, width, LANES):
             _near_product(
@@ -439,7 +466,7 @@ def _wide_unit(arguments, unit):
 
 @njit(**INNER)
 def _attention_unit(arguments, number):
-    units = arguments[6]
+    units = arguments[7]
     # Late tiles see the most keys: they go first, so that no thread ends alone with a long one.
     unit = units[units.shape[0] - 1 - number]
     if unit[_WIDE]:
@@ -541,7 +568,7 @@ def _units(tiles, kv_heads, threads):
 
 @njit(**JIT)
 def attention(
-    control, qkv, keys, values, positions, q_start, slots, block_tables,
+    control, qkv, keys, values, scales, positions, q_start, slots, block_tables,
     scale, window, block_size, out,
 ):  # fmt: skip
     """See ``Backend.attention``."""
@@ -551,8 +578,8 @@ def attention(
     units, split, num_parts = _units(tiles, kv_heads, num_threads(control))
     parts = np.empty((num_parts * kv_heads, _state_size(_DIRECT_ROWS, width)), np.float32)
     arguments = (
-        qkv, keys, values, positions, slots, block_tables, units, parts, scale, window, block_size,
-        out,
+        qkv, keys, values, scales, positions, slots, block_tables, units, parts, scale, window,
+        block_size, out,
     )  # fmt: skip
     fork_join(control, _attention_unit, arguments, units.shape[0])
     if split.shape[0]:

@@ -28,6 +28,30 @@ def _rotate(qkv, token, at, half, cos, sin, position):
 
 
 @njit(**INNER)
+def _to_integers(qkv, token, at, dim):
+    """Divide a vector in place by a scale that makes its largest element ±127; return the scale.
+
+    The scale of a vector with a NaN or an infinity is NaN: its integers mean nothing, and all that
+    comes of it must be noticed.
+    """
+    largest = np.float32(0)
+    nothing = np.float32(0)
+    for i in range(dim):
+        value = qkv[token, at + i]
+        largest = max(largest, abs(value))
+        nothing += value * np.float32(0)
+    # Where 127 / largest would overflow, the integers and the scale are 0.
+    if np.isnan(nothing) or largest < np.float32(1e-35):
+        largest = np.float32(0)
+    factor = np.float32(127) / largest if largest > 0 else np.float32(0)
+    for i in range(dim):
+        # Rounding may have made it a little more than 127; a NaN becomes some number.
+        scaled = qkv[token, at + i] * factor
+        qkv[token, at + i] = max(np.float32(-127), min(np.float32(127), scaled))
+    return largest / np.float32(127) + nothing
+
+
+@njit(**INNER)
 def _row_of(q_start, token):
     """The row that owns a token: the last one that starts at or before it."""
     low = 0
@@ -44,7 +68,7 @@ def _row_of(q_start, token):
 @njit(**INNER)
 def _rope_unit(arguments, unit):
     (
-        qkv, keys, values, positions, q_start, slots, block_tables,
+        qkv, keys, values, scales, positions, q_start, slots, block_tables,
         cos, sin, norms, normed, eps, block_size, tokens,
     ) = arguments  # fmt: skip
     total, width = qkv.shape
@@ -74,6 +98,9 @@ def _rope_unit(arguments, unit):
             lane = group * dim * LANES + within % LANES
             value_at = key_at + kv_heads * dim
             line = ((block * kv_heads + head) * block_size + within) * padded
+            if scales.shape[1] > 0:
+                scales[0, block, head, within] = _to_integers(qkv, t, key_at, dim)
+                scales[1, block, head, within] = _to_integers(qkv, t, value_at, dim)
             for i in range(dim):
                 store_scalar(keys, lane + i * LANES, qkv[t, key_at + i])
             for i in range(dim):
@@ -82,14 +109,14 @@ def _rope_unit(arguments, unit):
 
 @njit(**JIT)
 def rope_and_cache(
-    control, qkv, keys, values, positions, q_start, slots, block_tables,
+    control, qkv, keys, values, scales, positions, q_start, slots, block_tables,
     cos, sin, norms, normed, eps, block_size,
 ):  # fmt: skip
     """See ``Backend.rope_and_cache``; ``norms`` [2, D] are the weights of q and k if ``normed``."""
     total, width = qkv.shape
     tokens = max(1, _UNIT_ELEMENTS // width)
     arguments = (
-        qkv, keys, values, positions, q_start, slots, block_tables,
+        qkv, keys, values, scales, positions, q_start, slots, block_tables,
         cos, sin, norms, normed, eps, block_size, tokens,
     )  # fmt: skip
     fork_join(control, _rope_unit, arguments, -(-total // tokens))

@@ -3,7 +3,7 @@
 LLVM lowers ``<16 x float>`` to two AVX2 registers or one of AVX-512. Every operation is exact IEEE
 lane by lane, and the two that cross lanes (``sum16``, ``max_of16``) use a fixed tree, so results
 are the same on either. Arrays are addressed by a flat offset in elements; a uint16 array holds
-bfloat16.
+bfloat16, and an int8 array integers.
 """
 
 # Compiled functions are typed by numba, for the arrays they are called with.
@@ -22,11 +22,13 @@ from numba.extending import intrinsic, models, register_model
 
 LANES = 16
 I1 = ir.IntType(1)
+I8 = ir.IntType(8)
 I16 = ir.IntType(16)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 F32 = ir.FloatType()
 VECTOR = ir.VectorType(F32, LANES)
+VECTOR_I8 = ir.VectorType(I8, LANES)
 VECTOR_I16 = ir.VectorType(I16, LANES)
 VECTOR_I32 = ir.VectorType(I32, LANES)
 VECTOR_I1 = ir.VectorType(I1, LANES)
@@ -68,6 +70,9 @@ def emit_load(builder: Any, pointer: Any, element: Any) -> Any:
     """Sixteen elements as floats; bfloat16 is the upper half of a float32."""
     if element == types.float32:
         return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+    if element == types.int8:
+        integers = builder.load(builder.bitcast(pointer, VECTOR_I8.as_pointer()), align=1)
+        return builder.sitofp(builder.sext(integers, VECTOR_I32), VECTOR)
     bits = builder.load(builder.bitcast(pointer, VECTOR_I16.as_pointer()), align=2)
     bits = builder.shl(builder.zext(bits, VECTOR_I32), same_int(16))
     return builder.bitcast(bits, VECTOR)
@@ -294,13 +299,18 @@ def load_scalar(typingctx, array, offset):
 
 @intrinsic
 def store_scalar(typingctx, array, offset, value):
-    """Write one float32, rounded like ``store16``."""
+    """Write one float32, rounded like ``store16``; to int8 a finite one of at most 127."""
 
     def codegen(context, builder, signature, args):
         element = signature.args[0].dtype
         pointer = emit_pointer(context, builder, signature.args[0], args[0], args[1])
         if element == types.float32:
             builder.store(args[2], pointer)
+            return context.get_dummy_value()
+        if element == types.int8:
+            signature = ir.FunctionType(F32, [F32])
+            rint = cgutils.get_or_insert_function(builder.module, signature, "llvm.rint.f32")
+            builder.store(builder.fptosi(builder.call(rint, [args[2]]), I8), pointer)
             return context.get_dummy_value()
         bits = builder.bitcast(args[2], I32)
         odd = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
