@@ -18,7 +18,7 @@ import zmq
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.children import exit_with_parent, read_config
 from deepinfer.wire.codec import MAX_STEP_BYTES, BadFrame, Codec
-from deepinfer.wire.config import EngineArgs, WorkerConfig
+from deepinfer.wire.config import EngineArgs, WorkerConfig, cpu_set
 from deepinfer.wire.sockets import connect_dealer
 from deepinfer.wire.steps import (
     StepPlan,
@@ -57,6 +57,9 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
     Raises ``ValueError`` when the folder, the dtype or the sizes cannot be served.
     """
     clock = _PhaseClock(phases)
+    if args.worker_cpus is not None:
+        # Before threads start and memory is touched: both stay where they begin.
+        _stay_on(cpu_set(args.worker_cpus))
     from deepinfer.gpu_worker.cpu_backend import CpuBackend
     from deepinfer.gpu_worker.llama import Model
 
@@ -73,6 +76,16 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
         model.warm_up()
     clock.lap("compile")
     return LoadedModel(model, num_blocks, backend.argmax, backend.team)
+
+
+def _stay_on(cores: set[int]) -> None:
+    """Keep this process on some cores: the threads it has, and those they start."""
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
+    except OSError as error:
+        there = sorted(os.sched_getaffinity(0))
+        raise ValueError(f"worker_cpus names none of the cores there are: {there}") from error
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from deepinfer import EngineArgs, SamplingParams
+from deepinfer.wire.config import cpu_set
 
 
 @pytest.mark.parametrize(
@@ -62,12 +63,17 @@ def test_parameters_out_of_range_are_refused_by_name(field, values) -> None:
         ("seed", [-1, 2**63, 1.5]),
         ("heartbeat_timeout_s", [0, -1, 1.9, math.nan, math.inf]),
         ("num_threads", [0]),
+        ("worker_cpus", ["", "a", "3-1", "1,,2", "-1", "0-99999", "٣", 4]),
     ],
 )
 def test_engine_arguments_out_of_range_are_refused_by_name(field, values) -> None:
     for value in values:
         with pytest.raises(ValueError, match=field):
             EngineArgs(**{field: value})
+
+
+def test_a_list_of_cores_is_read_as_the_system_writes_it() -> None:
+    assert cpu_set("0-2,5, 7-7") == {0, 1, 2, 5, 7}
 
 
 def test_parameters_survive_the_wire() -> None:

@@ -20,7 +20,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from deepinfer import AsyncEngine, Client, LLMEngine, SamplingParams
+from deepinfer import AsyncEngine, Client, EngineArgs, LLMEngine, SamplingParams
 from deepinfer.frontend.errors import EngineBusyError, EngineDownError
 from deepinfer.gpu_worker.kernels.settings import cache_folder
 from deepinfer.wire import messages, steps
@@ -604,3 +604,16 @@ async def test_a_worker_stopped_before_its_first_word_is_replaced(folder) -> Non
     assert await ids(engine, [1, 2], SHORT) == folder.reference([1, 2], 20)
     await engine.stop()
     await wait_gone(found)
+
+
+@pytest.mark.model
+async def test_the_worker_stays_on_the_cores_it_is_given(smollm2_folder: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    options = {"model": str(smollm2_folder), "num_kv_blocks": 64}
+    async with AsyncEngine(EngineArgs(**options, worker_cpus=str(core))) as engine:
+        worker = process_of("deepinfer.gpu_worker")
+        threads = [os.sched_getaffinity(thread.id) for thread in worker.threads()]
+        assert threads and all(cores == {core} for cores in threads)
+        assert len(await outputs(engine, [3, 4], SHORT)) == 20
+    with pytest.raises(EngineDownError, match="worker_cpus"):
+        await AsyncEngine(EngineArgs(**options, worker_cpus="9000")).start()

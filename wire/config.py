@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from deepinfer.wire.checks import check_choice, check_float, check_int, shown
@@ -11,6 +13,8 @@ DEVICES = ("auto", "cpu")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 QUANTIZATIONS = ("none",)
 POLICIES = ("fcfs", "priority")
+
+_CORES = re.compile(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", re.ASCII)
 
 
 class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -64,7 +68,9 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     start_timeout_s: float = 600.0
     """Longest time for loading the model."""
     num_threads: int | None = None
-    """Compute threads of the CPU worker; all cores when not given."""
+    """Compute threads of the CPU worker; one for each core it may use when not given."""
+    worker_cpus: str | None = None
+    """Cores the CPU worker may use, such as 0-7,16-23 (those of one NUMA node, say)."""
     worker_module: str = "deepinfer.gpu_worker"
     """Python module that is run as the device worker."""
 
@@ -94,11 +100,27 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
             value = getattr(self, field)
             if value is not None:
                 check_int(field, value, 1, high)
+        if self.worker_cpus is not None:
+            cpu_set(self.worker_cpus)
         if self.seed is not None:
             check_int("seed", self.seed, 0, (1 << 63) - 1)
         for field in ("stop_preempted_request", "enable_prefix_caching", "async_scheduling"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be a bool, got {shown(getattr(self, field))}")
+
+
+def cpu_set(text: str) -> set[int]:
+    """Return the cores of a list such as ``0-7,16``; ``ValueError`` when it is none."""
+    cores: set[int] = set()
+    for part in text.split(",") if isinstance(text, str) and len(text) <= 1024 else [""]:
+        found = _CORES.fullmatch(part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last:
+            raise ValueError(
+                f"worker_cpus must be a list of cores such as 0-7,16-23, got {shown(text)}"
+            )
+        cores.update(range(first, last + 1))
+    return cores
 
 
 class SchedulerConfig(msgspec.Struct, kw_only=True):
