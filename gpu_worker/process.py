@@ -63,7 +63,7 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
     dtype = "bfloat16" if args.dtype == "auto" else args.dtype
     clock.lap("import")
     backend = CpuBackend(num_threads=args.num_threads)
-    model = Model.load(args.model, backend, dtype, args.max_model_len)
+    model = Model.load(args.model, backend, dtype, args.max_model_len, args.quantization)
     clock.lap("load")
     num_blocks = args.num_kv_blocks or _blocks_in_memory(args, model)
     model.attach_cache(num_blocks, args.block_size)
