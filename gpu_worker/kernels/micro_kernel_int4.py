@@ -20,6 +20,7 @@ A block of activations is 40 bytes: xq as int8 [32], then s and s * sum as float
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -60,12 +61,16 @@ _RUN = 4 * LANES
 _LARGEST = 127
 
 
-def host_lowering() -> str:
-    """Which instructions ``_Dot`` uses on this machine: "vnni", "avx2" or "generic"."""
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512vnni") and features.get("avx512vl") and features.get("avx512bw"):
+def lowering_for(features: Mapping[str, bool]) -> str:
+    """Which instructions ``Dot`` uses on a machine: "vnni", "avx2" or "generic"."""
+    if all(features.get(name) for name in ("avx512vnni", "avx512bw", "avx512vl")):
         return "vnni"
     return "avx2" if features.get("avx2") else "generic"
+
+
+_FEATURES = llvm.get_host_cpu_features()
+_HOST = lowering_for(_FEATURES)
+_NATIVE_HALF = bool(_FEATURES.get("f16c")) or platform.machine() in ("aarch64", "arm64")
 
 
 class Dot:
@@ -156,15 +161,14 @@ class Dot:
         )
 
 
-def _emit_half(builder: Any, pointer: Any) -> Any:
-    """Sixteen float16 as floats."""
+def emit_half(builder: Any, pointer: Any, native: bool) -> Any:
+    """Sixteen finite float16 as floats, by the machine's own instruction or without one."""
     bits = builder.load(builder.bitcast(pointer, VECTOR_I16.as_pointer()), align=1)
-    native = llvm.get_host_cpu_features().get("f16c") or platform.machine() in ("aarch64", "arm64")
     if native:
         halves = builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES))
         return builder.fpext(halves, VECTOR)
-    # Elsewhere LLVM would call a library that is not there. A float16's bits, moved to a float32's
-    # place, are 2**112 times too small; packing allows no infinities or NaNs.
+    # LLVM would call a library that is not there. The bits of a float16, moved to where those of a
+    # float32 belong, are 2**112 times too small.
     wide = builder.zext(bits, VECTOR_I32)
     sign = builder.shl(builder.and_(wide, same_int(0x8000)), same_int(16))
     magnitude = builder.shl(builder.and_(wide, same_int(0x7FFF)), same_int(13))
@@ -232,8 +236,10 @@ def make_tile(rows: int, lowering: str) -> Any:
                 for r in range(rows):
                     four = dot.activations(builder.gep(activations[r], [k]))
                     dots[r] = dot.add(dots[r], codes, four)
-        scales = _emit_half(builder, builder.gep(block, [number(CODE_BYTES)]))
-        minima = _emit_half(builder, builder.gep(block, [number(CODE_BYTES + 2 * LANES)]))
+        scales, minima = (
+            emit_half(builder, builder.gep(block, [number(at)]), _NATIVE_HALF)
+            for at in (CODE_BYTES, CODE_BYTES + 2 * LANES)
+        )
         for r in range(rows):
             pair = builder.bitcast(builder.gep(activations[r], [number(GROUP)]), F32.as_pointer())
             scale, total = (
@@ -306,8 +312,8 @@ def quantise_group(typingctx, x, x_at, blocks, at):
         scale = builder.fdiv(largest, ir.Constant(F32, float(_LARGEST)))
         inverse = builder.fdiv(ir.Constant(F32, float(_LARGEST)), largest)
         zero = ir.Constant(F32, 0.0)
-        scale = builder.select(usable, scale, builder.select(finite, zero, largest))
-        scale = builder.select(finite, scale, ir.Constant(F32, float("nan")))
+        nan = ir.Constant(F32, float("nan"))
+        scale = builder.select(usable, scale, builder.select(finite, zero, nan))
         # Where they are of no use the values become 0, since a NaN has no integer.
         kept = [builder.select(usable, v, same(0.0)) for v in values]
         inverse = emit_splat(builder, builder.select(usable, inverse, zero))
@@ -337,12 +343,11 @@ def load_half16(typingctx, array, offset):
     """Sixteen float16 at byte ``offset`` of a uint8 array."""
 
     def codegen(context, builder, signature, args):
-        return _emit_half(builder, emit_pointer(context, builder, signature.args[0], *args))
+        pointer = emit_pointer(context, builder, signature.args[0], *args)
+        return emit_half(builder, pointer, _NATIVE_HALF)
 
     return float32x16(array, types.int64), codegen
 
-
-_HOST = host_lowering()
 
 # Compiled functions must see each tile as a global: numba cannot cache one that captures it.
 int4_1 = make_tile(1, _HOST)

@@ -80,7 +80,8 @@ def _least_squares(tile, scales, minima):
         total = add16(total, x)
         squares = fma16(x, x, squares)
     extent = max16(sub16(high, low), splat16(np.float32(1e-30)))
-    best, best_scale, best_minimum = splat16(np.float32(np.inf)), zero, zero
+    # What stays where the errors overflow, and is refused for it.
+    best, best_scale, best_minimum = splat16(np.float32(np.inf)), div16(extent, top), zero
     for candidate in range(27):
         steps = 8.0 + candidate if candidate < 6 else 14.0 + 0.1 * (candidate - 6)
         factor = div16(splat16(np.float32(steps)), extent)
@@ -102,7 +103,8 @@ def _least_squares(tile, scales, minima):
         best_minimum = _where_less(error, best, offset, best_minimum)
         best = _where_less(error, best, error, best)
     store16(scales, 0, best_scale)
-    store16(minima, 0, add16(best_minimum, low))
+    # A NaN loses every comparison above; here it comes back.
+    store16(minima, 0, add16(add16(best_minimum, low), mul16(total, zero)))
 
 
 @njit(**INNER)
