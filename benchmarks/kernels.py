@@ -16,6 +16,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -121,11 +122,16 @@ def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: 
     """One line for each shape, dtype and number of rows."""
     rng = np.random.default_rng(0)
     for depth, width in SHAPES:
-        for dtype in ("bfloat16", "float32"):
+        for dtype in ("int4", "bfloat16", "float32"):
             weights = rng.standard_normal((width, depth)).astype(np.float32)
             held = weights if dtype == "float32" else (weights.view(np.uint32) >> 16)
-            held = held.astype(np.uint16) if dtype == "bfloat16" else held
-            copies = [backend.pack_linear([held]) for _ in range(-(-COLD_BYTES // held.nbytes))]
+            held = held if dtype == "float32" else held.astype(np.uint16)
+            packed = backend.pack_linear([held], None, "int4" if dtype == "int4" else "none")
+            num_bytes = packed.panels.nbytes
+            copies = [
+                replace(packed, panels=packed.panels.copy())
+                for _ in range(-(-COLD_BYTES // num_bytes))
+            ]
             theirs = torch_copies(weights) if torch_too else []
             for rows in ROWS:
                 if rows > COLD_ROWS and width > 16384:
@@ -144,7 +150,7 @@ def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: 
                     calls.append(torch_linear(x, theirs, turns))
                 best, *others = (duration / turns for duration in best_of(*calls))
                 flops = 2 * rows * depth * width / best / 1e9
-                moved = held.nbytes / best / 1e9
+                moved = num_bytes / best / 1e9
                 line = (
                     f"{depth:5}→{width:<5} {dtype:8} rows {rows:4}: {best * 1e6:9.1f} µs "
                     f"{flops:6.1f} GFLOP/s ({flops / peak:4.0%}) "

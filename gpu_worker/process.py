@@ -67,7 +67,7 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
     clock.lap("import")
     backend = CpuBackend(num_threads=args.num_threads)
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-    model = Model.load(args.model, backend, dtype, args.max_model_len, kv_dtype)
+    model = Model.load(args.model, backend, dtype, args.max_model_len, kv_dtype, args.quantization)
     clock.lap("load")
     num_blocks = args.num_kv_blocks or _blocks_in_memory(args, model)
     model.attach_cache(num_blocks, args.block_size)
