@@ -8,7 +8,7 @@ from deepinfer.wire.checks import check_choice, check_float, check_int, shown
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu")
-QUANTIZATIONS = ("none", "int4")
+QUANTIZATIONS = ("none", "int8", "int4")
 POLICIES = ("fcfs", "priority")
 
 
@@ -27,7 +27,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     device: str = "auto"
     """auto or cpu."""
     quantization: str = "none"
-    """none: the weights as they are; int4: 4 bits, with a scale and a minimum for every 32."""
+    """none; int8: a scale for each output; int4: a scale and a minimum for every 32 weights."""
     max_model_len: int | None = None
     """Tokens a sequence may hold, prompt and output; the model's own limit when not given."""
     block_size: int = 16
