@@ -35,13 +35,13 @@ from deepinfer.gpu_worker.kernels.vectors import (
     emit_prefetch,
     float32x16,
     same,
-    same_int,
 )
 
 _HAS_AVX2 = bool(llvm.get_host_cpu_features().get("avx2"))
 
 _WORDS = ir.VectorType(I16, 2 * LANES)
 _HALF_WORDS = ir.VectorType(I16, LANES)
+_HALF_SUMS = ir.VectorType(I32, LANES // 2)
 _EIGHT = ir.Constant(_WORDS, [8] * 2 * LANES)
 
 
@@ -53,26 +53,32 @@ def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
-def emit_pairs_dot(builder: Any, x: Any, w: Any, avx2: bool) -> Any:
-    """``x[2i] * w[2i] + x[2i+1] * w[2i+1]`` of two <32 x i16> as <16 x i32>."""
-    undefined = ir.Constant(_WORDS, ir.Undefined)
-    if not avx2:
-        products = [
-            builder.mul(
-                builder.sext(_shuffle(builder, x, undefined, lanes), VECTOR_I32),
-                builder.sext(_shuffle(builder, w, undefined, lanes), VECTOR_I32),
-            )
-            for lanes in (list(range(0, 32, 2)), list(range(1, 32, 2)))
-        ]
-        return builder.add(*products)
-    half = ir.VectorType(I32, LANES // 2)
-    signature = ir.FunctionType(half, [_HALF_WORDS, _HALF_WORDS])
-    dot = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx2.pmadd.wd")
-    halves = [
-        builder.call(dot, [_shuffle(builder, v, undefined, lanes) for v in (x, w)])
-        for lanes in (list(range(16)), list(range(16, 32)))
+def _halves(builder: Any, vector: Any) -> list[Any]:
+    """The lower and the upper half, each as wide as an AVX2 register."""
+    count = vector.type.count
+    undefined = ir.Constant(vector.type, ir.Undefined)
+    return [
+        _shuffle(builder, vector, undefined, list(range(first, first + count // 2)))
+        for first in (0, count // 2)
     ]
-    return _shuffle(builder, *halves, list(range(16)))
+
+
+def _emit_add_dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
+    """Add ``x[2i] * w[2i] + x[2i+1] * w[2i+1]`` of two <16 x i16> to a <8 x i32>."""
+    if not _HAS_AVX2:
+        undefined = ir.Constant(_HALF_WORDS, ir.Undefined)
+        for lanes in (list(range(0, 16, 2)), list(range(1, 16, 2))):
+            factors = [
+                builder.sext(_shuffle(builder, v, undefined, lanes), _HALF_SUMS) for v in (x, w)
+            ]
+            total = builder.add(total, builder.mul(*factors))
+        return total
+    signature = ir.FunctionType(_HALF_SUMS, [_HALF_WORDS, _HALF_WORDS])
+    dot = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx2.pmadd.wd")
+    total = builder.add(total, builder.call(dot, [x, w]))
+    # Sums may be added in any order, and the optimiser would choose one that takes more registers
+    # than there are. It must not see that this is a sum.
+    return builder.asm(ir.FunctionType(_HALF_SUMS, [_HALF_SUMS]), "", "=x,0", [total], False)
 
 
 def _load(builder: Any, pointer: Any, kind: Any) -> Any:
@@ -86,10 +92,11 @@ def _emit_widened(builder: Any, pointer: Any) -> list[Any]:
 
 
 def _emit_broadcast(builder: Any, pointer: Any) -> Any:
-    """The four bytes at ``pointer`` in every lane."""
-    undefined = ir.Constant(VECTOR_I32, ir.Undefined)
+    """The two int16 at ``pointer``, over and over."""
+    undefined = ir.Constant(_HALF_SUMS, ir.Undefined)
     value = builder.insert_element(undefined, _load(builder, pointer, I32), ir.Constant(I32, 0))
-    return builder.shuffle_vector(value, undefined, same_int(0))
+    value = builder.shuffle_vector(value, undefined, ir.Constant(_HALF_SUMS, [0] * 8))
+    return builder.bitcast(value, _HALF_WORDS)
 
 
 def _tile(rows: int, panels: int) -> Any:
@@ -119,15 +126,11 @@ def _tile(rows: int, panels: int) -> Any:
             at = builder.add(w_at, builder.mul(w_panel, _index(c)))
             w_panels.append(emit_pointer(context, builder, w_type, w, at))
         cells = [(r, c) for r in range(rows) for c in range(panels)]
-        targets = [
-            builder.bitcast(
-                emit_pointer(
-                    context, builder, sums_type, sums, builder.add(sums_at, _index(i * LANES))
-                ),
-                VECTOR_I32.as_pointer(),
-            )
-            for i in range(len(cells))
-        ]
+        targets = []
+        for i in range(2 * len(cells)):
+            at = builder.add(sums_at, _index(i * LANES // 2))
+            pointer = emit_pointer(context, builder, sums_type, sums, at)
+            targets.append(builder.bitcast(pointer, _HALF_SUMS.as_pointer()))
         begins = [builder.load(pointer, align=4) for pointer in targets]
 
         before = builder.block
@@ -137,7 +140,7 @@ def _tile(rows: int, panels: int) -> Any:
         builder.position_at_end(body)
         k = builder.phi(I64)
         k.add_incoming(_index(0), before)
-        phis = [builder.phi(VECTOR_I32) for _ in begins]
+        phis = [builder.phi(_HALF_SUMS) for _ in begins]
         for phi, value in zip(phis, begins, strict=True):
             phi.add_incoming(value, before)
         current: list[Any] = list(phis)
@@ -160,13 +163,14 @@ def _tile(rows: int, panels: int) -> Any:
                     for place in places
                 ]
             for pair in range(2):
+                weights = [_halves(builder, panel[pair]) for panel in pairs]
                 for r, pointer in enumerate(values):
                     value = _emit_broadcast(builder, builder.gep(pointer, [_index(2 * pair)]))
-                    value = builder.bitcast(value, _WORDS)
                     for c in range(panels):
-                        i = r * panels + c
-                        dot = emit_pairs_dot(builder, value, pairs[c][pair], _HAS_AVX2)
-                        current[i] = builder.add(current[i], dot)
+                        for half in range(2):
+                            i = 2 * (r * panels + c) + half
+                            weight = weights[c][half]
+                            current[i] = _emit_add_dot(builder, current[i], value, weight)
         following = builder.add(k, _index(8))
         k.add_incoming(following, builder.block)
         for phi, value in zip(phis, current, strict=True):
