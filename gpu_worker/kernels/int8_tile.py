@@ -77,8 +77,8 @@ def _emit_add_dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
     dot = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx2.pmadd.wd")
     total = builder.add(total, builder.call(dot, [x, w]))
     # Sums may be added in any order, and the optimiser would choose one that takes more registers
-    # than there are. It must not see that this is a sum.
-    return builder.asm(ir.FunctionType(_HALF_SUMS, [_HALF_SUMS]), "", "=x,0", [total], False)
+    # than there are. It must not see that this is a sum, nor move it.
+    return builder.asm(ir.FunctionType(_HALF_SUMS, [_HALF_SUMS]), "", "=x,0", [total], True)
 
 
 def _load(builder: Any, pointer: Any, kind: Any) -> Any:
