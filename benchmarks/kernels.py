@@ -13,10 +13,10 @@ less.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
 from numba import njit  # isort: skip
 
 SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (2048, 5632), (576, 49152))
+DTYPES = ("bfloat16", "float32", "int8", "int4")
 ROWS = (1, 2, 3, 8, 32, 64, 128, 512, 2048)
 COLD_ROWS = 64
 COLD_BYTES = 160 << 20
@@ -122,16 +123,15 @@ def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: 
     """One line for each shape, dtype and number of rows."""
     rng = np.random.default_rng(0)
     for depth, width in SHAPES:
-        for dtype in ("int4", "bfloat16", "float32"):
+        for dtype in DTYPES:
             weights = rng.standard_normal((width, depth)).astype(np.float32)
             held = weights if dtype == "float32" else (weights.view(np.uint32) >> 16)
             held = held if dtype == "float32" else held.astype(np.uint16)
-            packed = backend.pack_linear([held], None, "int4" if dtype == "int4" else "none")
+            quantization = dtype if dtype in ("int8", "int4") else "none"
+            packed = backend.pack_linear([held], None, quantization)
             num_bytes = packed.panels.nbytes
-            copies = [
-                replace(packed, panels=packed.panels.copy())
-                for _ in range(-(-COLD_BYTES // num_bytes))
-            ]
+            # Copied, for quantising a matrix takes longer than that.
+            copies = [copy.deepcopy(packed) for _ in range(-(-COLD_BYTES // num_bytes))]
             theirs = torch_copies(weights) if torch_too else []
             for rows in ROWS:
                 if rows > COLD_ROWS and width > 16384:

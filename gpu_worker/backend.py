@@ -160,7 +160,8 @@ class Backend(Protocol):
 
         The parts share K and dtype (float32, or uint16 for bfloat16) and may be read-only or
         memory-mapped; they are read once and not kept. ``bias`` is float32 [sum of N_i].
-        ``quantization`` is "none" or "int4" (groups of 32 along K, activations rounded to int8).
+        ``quantization`` is "none", "int8" (a scale for each output, activations as int16) or
+        "int4" (groups of 32 along K, activations rounded to int8).
         ``ValueError`` when shapes or dtypes do not fit together.
         """
 
