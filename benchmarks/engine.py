@@ -54,11 +54,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--only", default=",".join(WORKLOADS))
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--sync", action="store_true", help="async_scheduling=False")
     parser.add_argument("--threads", type=int, default=None)
     arguments = parser.parse_args()
+
+    setting = arguments.dtype if arguments.quantization == "none" else arguments.quantization
+    if arguments.kv_cache_dtype != "auto":
+        setting += f", {arguments.kv_cache_dtype} cache"
+    if arguments.sync:
+        setting += ", sync"
 
     start = time.perf_counter()
     engines: dict[bool, LLMEngine] = {}
@@ -72,6 +80,8 @@ def main() -> None:
             args = EngineArgs(
                 model=arguments.model,
                 dtype=arguments.dtype,
+                quantization=arguments.quantization,
+                kv_cache_dtype=arguments.kv_cache_dtype,
                 enable_prefix_caching=caching,
                 async_scheduling=not arguments.sync,
                 num_threads=arguments.threads,
@@ -89,7 +99,7 @@ def main() -> None:
         prompts = sum(len(prompt) for prompt, _ in workload)
         line = {
             "engine": "deepinfer",
-            "setting": arguments.dtype + (" sync" if arguments.sync else ""),
+            "setting": setting,
             "workload": name,
             "reps": arguments.reps,
             "sec_min": round(min(r[0] for r in runs), 4),
