@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llvmlite import ir
 
 from deepinfer.gpu_worker.cpu_backend import CpuBackend
+from deepinfer.gpu_worker.kernels import int8_tile
 from deepinfer.gpu_worker.kernels.linear_int8 import MAX_DEPTH
+
+# numba comes after the kernels' settings.
+from numba import njit  # isort: skip
 
 BACKEND = CpuBackend(2)
 ALONE = CpuBackend(1)
@@ -113,3 +119,51 @@ def test_bfloat16_weights_are_quantised_as_the_numbers_they_are():
     rounded = (bits.astype(np.uint32) << 16).view(F)
     BACKEND.linear(x, BACKEND.pack_linear([bits], bias, "int8"), out)
     np.testing.assert_array_equal(out, reference(x, rounded, bias, out, False))
+
+
+# ---- instructions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_avx2", sorted({False, int8_tile._HAS_AVX2}))
+@pytest.mark.parametrize(("rows", "panels"), [(1, 4), (6, 1)])
+def test_a_tile_is_the_exact_integer_sum_with_any_instructions(monkeypatch, rows, panels, has_avx2):
+    monkeypatch.setattr(int8_tile, "_HAS_AVX2", has_avx2)
+    tile = int8_tile._tile(rows, panels)
+
+    @njit
+    def compute(x, w, sums, depth):
+        tile(x, 0, depth, w, 0, depth * 16, 0, depth, sums, 0)
+
+    depth = 24
+    rng = np.random.default_rng(8)
+    x = rng.integers(-11_000, 11_001, (rows, depth)).astype(np.int16)
+    w = rng.integers(-127, 128, (panels, depth // 4, 16, 4)).astype(np.int8)
+    before = rng.integers(-1000, 1000, (rows, panels, 16)).astype(np.int32)
+    after = before.copy()
+    ordered = x.reshape(rows, -1, 4)[..., [0, 2, 1, 3]].reshape(rows, depth)
+    compute(ordered, w, after, depth)
+    wide = w.astype(np.int64).transpose(0, 2, 1, 3).reshape(panels, 16, depth)
+    expected = before + np.einsum("rk,pck->rpc", x.astype(np.int64), wide)
+    np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "instruction"), [("haswell", "vpmaddwd"), ("sapphirerapids", "vpdpwssd")]
+)
+def test_a_sum_becomes_the_instruction_it_was_written_for(monkeypatch, cpu, instruction):
+    monkeypatch.setattr(int8_tile, "_HAS_AVX2", True)
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = ir.Module()
+    kinds = (int8_tile._HALF_SUMS, int8_tile._HALF_WORDS, int8_tile._HALF_WORDS)
+    pointers = [kind.as_pointer() for kind in kinds]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), pointers), "dot")
+    builder = ir.IRBuilder(function.append_basic_block())
+    total, x, w = (builder.load(pointer) for pointer in function.args)
+    builder.store(int8_tile._emit_add_dot(builder, total, x, w), function.args[0])
+    builder.ret_void()
+    target = llvm.Target.from_triple("x86_64-unknown-linux-gnu")
+    assembly = target.create_target_machine(cpu=cpu, opt=3).emit_assembly(
+        llvm.parse_assembly(str(module))
+    )
+    assert instruction in assembly
