@@ -61,12 +61,13 @@ class LLMEngine:
         self._down = ""
         self._process = EngineProcess(self.args)
         try:
-            info = self._connect(self._process.identity).info
-            self.tokenizer = Tokenizer.from_folder(info.tokenizer)
+            self.info = self._connect(self._process.identity).info
+            """What the engine said of itself when it was ready."""
+            self.tokenizer = Tokenizer.from_folder(self.info.tokenizer)
         except BaseException:
             self._end_processes()
             raise
-        self._session = Session(info, self.tokenizer, self.args.seed)
+        self._session = Session(self.info, self.tokenizer, self.args.seed)
 
     def add_request(
         self,

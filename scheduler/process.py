@@ -234,6 +234,7 @@ class SchedulerProcess:
             dtype=ready.dtype,
             device=ready.device,
             architecture=ready.architecture,
+            start_s=ready.phases,
         )
         if first:
             for client in self._clients.greeted():
