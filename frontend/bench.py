@@ -14,8 +14,10 @@ import msgspec
 
 from deepinfer.frontend.errors import EngineError
 from deepinfer.frontend.llm_engine import LLMEngine
+from deepinfer.frontend.profile_report import TraceFile, profile_table
 from deepinfer.wire.checks import check_int
 from deepinfer.wire.params import SamplingParams
+from deepinfer.wire.profile import Profile
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -52,6 +54,8 @@ class BenchResult(msgspec.Struct, kw_only=True):
     p99_ttft_ms: float
     median_tpot_ms: float
     p99_tpot_ms: float
+    profile: Profile | None = None
+    trace: TraceFile | None = None
 
     def lines(self) -> Iterator[str]:
         """Yield the table that people read."""
@@ -71,6 +75,13 @@ class BenchResult(msgspec.Struct, kw_only=True):
             ("time per output token (ms)", self.median_tpot_ms, self.p99_tpot_ms),
         ):
             yield f"{name:26} {middle:10.2f} {late:10.2f}"
+        if self.profile is not None:
+            yield from profile_table(self.profile)
+        if self.trace is not None:
+            yield ""
+            yield f"trace of {self.trace.spans} spans: {self.trace.path}"
+            if self.trace.dropped:
+                yield f"not in it, for want of room: {self.trace.dropped} spans"
 
 
 def run_workload(engine: LLMEngine, workload: Workload, seed: int = 0) -> BenchResult:

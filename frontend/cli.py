@@ -211,14 +211,24 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line, no table.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure a whole engine: tokens a second, time to the first and per output token."""
+    """Measure a whole engine: tokens a second, time to the first and per output token.
+
+    With --profile FOLDER also where a step's time goes, and a trace of all
+    processes in FOLDER/trace.json, which https://ui.perfetto.dev shows.
+    """
     from deepinfer.frontend.bench import Workload, run_workload
     from deepinfer.frontend.llm_engine import LLMEngine
+    from deepinfer.frontend.profile_report import gather
+    from deepinfer.wire import recorder
 
     workload = Workload(input_len, output_len, num_prompts)
     _bring_model(args, quiet)
+    if args.profile is not None:
+        recorder.clear(Path(args.profile))
     with LLMEngine(args) as engine:
         result = run_workload(engine, workload, args.seed or 0)
+    if args.profile is not None:
+        result.trace, result.profile = gather(Path(args.profile))
     if as_json:
         import msgspec
 
