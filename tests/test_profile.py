@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from deepinfer import AsyncEngine
 from deepinfer.gpu_worker.backend import RaggedBatch
 from deepinfer.gpu_worker.cpu_backend import CpuBackend
 from deepinfer.gpu_worker.llama import Model
@@ -187,6 +188,18 @@ def test_a_profiled_bench_leaves_one_trace_of_all_processes(tmp_path: Path) -> N
     begun = min(span["ts"] for span in spans)
     ended = max(span["ts"] + span["dur"] for span in spans)
     assert ended - begun < 300e6, "one time axis"
+
+
+@pytest.mark.process
+async def test_an_app_with_a_profiled_engine_gets_the_files_too(tmp_path: Path) -> None:
+    folder, target = ScriptedFolder(tmp_path / "m"), tmp_path / "profile"
+    async with AsyncEngine(folder.args(profile=str(target))) as engine:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        assert len([out async for out in engine.generate([1, 2, 3], params)]) == 4
+    traces = {trace.process: trace for trace in read(target)}
+    assert set(traces) == {"frontend", "scheduler", "gpu_worker"}
+    assert "outputs" in {event.name for event in traces["frontend"].traceEvents}
+    assert sum(kind.steps for kind in traces["gpu_worker"].profile.kinds) >= 4
 
 
 def nested(spans: list[dict]) -> None:
