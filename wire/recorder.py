@@ -21,7 +21,7 @@ from deepinfer.wire.profile import Profile
 MAX_SPANS = 1 << 17
 """Spans that a process keeps, the first ones; later ones are only counted.
 
-About ten megabytes on disk, written well within the time that a stopped process is given.
+Some 13 megabytes on disk, written well within the time that a stopped process is given.
 """
 
 P = ParamSpec("P")
