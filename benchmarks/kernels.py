@@ -13,6 +13,7 @@ less.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from deepinfer.gpu_worker.machine_peaks import COLD_BYTES, best_of, measure_peak
 from numba import njit  # isort: skip
 
 SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (2048, 5632), (576, 49152))
+DTYPES = ("bfloat16", "float32", "int8", "int4")
 ROWS = (1, 2, 3, 8, 32, 64, 128, 512, 2048)
 COLD_ROWS = 64
 
@@ -47,11 +49,15 @@ def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: 
     """One line for each shape, dtype and number of rows."""
     rng = np.random.default_rng(0)
     for depth, width in SHAPES:
-        for dtype in ("bfloat16", "float32"):
+        for dtype in DTYPES:
             weights = rng.standard_normal((width, depth)).astype(np.float32)
             held = weights if dtype == "float32" else (weights.view(np.uint32) >> 16)
-            held = held.astype(np.uint16) if dtype == "bfloat16" else held
-            copies = [backend.pack_linear([held]) for _ in range(-(-COLD_BYTES // held.nbytes))]
+            held = held if dtype == "float32" else held.astype(np.uint16)
+            quantization = dtype if dtype in ("int8", "int4") else "none"
+            packed = backend.pack_linear([held], None, quantization)
+            num_bytes = packed.panels.nbytes
+            # Copied, for quantising a matrix takes longer than that.
+            copies = [copy.deepcopy(packed) for _ in range(-(-COLD_BYTES // num_bytes))]
             theirs = torch_copies(weights) if torch_too else []
             for rows in ROWS:
                 if rows > COLD_ROWS and width > 16384:
@@ -70,7 +76,7 @@ def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: 
                     calls.append(torch_linear(x, theirs, turns))
                 best, *others = (duration / turns for duration in best_of(*calls))
                 flops = 2 * rows * depth * width / best / 1e9
-                moved = held.nbytes / best / 1e9
+                moved = num_bytes / best / 1e9
                 line = (
                     f"{depth:5}→{width:<5} {dtype:8} rows {rows:4}: {best * 1e6:9.1f} µs "
                     f"{flops:6.1f} GFLOP/s ({flops / peak:4.0%}) "

@@ -153,11 +153,15 @@ class Linear(Protocol):
 class Backend(Protocol):
     """The operations a decoder consists of. ``out`` is overwritten and never aliases an input."""
 
-    def pack_linear(self, parts: Sequence[Stored], bias: Float32 | None = None) -> Any:
+    def pack_linear(
+        self, parts: Sequence[Stored], bias: Float32 | None = None, quantization: str = "none"
+    ) -> Any:
         """Pack weights [N_i, K], stacked in the order given, for ``linear`` and ``embed``.
 
         The parts share K and dtype (float32, or uint16 for bfloat16) and may be read-only or
         memory-mapped; they are read once and not kept. ``bias`` is float32 [sum of N_i].
+        ``quantization`` is "none", "int8" (a scale for each output, activations as int16) or
+        "int4" (groups of 32 along K, activations rounded to int8).
         ``ValueError`` when shapes or dtypes do not fit together.
         """
 

@@ -17,7 +17,15 @@ from deepinfer.gpu_worker.backend import (
     RaggedBatch,
     Stored,
 )
-from deepinfer.gpu_worker.kernels import attention, elementwise, linear, rope_cache
+from deepinfer.gpu_worker.kernels import (
+    attention,
+    elementwise,
+    linear,
+    linear_int4,
+    linear_int8,
+    pack_int4,
+    rope_cache,
+)
 from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam, default_num_threads
 
 _NO_NORMS = np.zeros((2, 1), np.float32)
@@ -31,6 +39,30 @@ class PackedLinear:
     bias: Float32
     out_features: int
     in_features: int
+
+
+@dataclass(slots=True, frozen=True)
+class Int4Linear:
+    """Weights as blocks uint8 [ceil(N/16), ceil(K/32), 320] (``micro_kernel_int4``) and a bias."""
+
+    panels: Stored
+    bias: Float32
+    out_features: int
+    in_features: int
+
+
+@dataclass(slots=True, frozen=True)
+class Int8Linear:
+    """Weights as int8 panels [ceil(N/16), K/4, 16, 4], K padded to 8, their scales and a bias."""
+
+    panels: Stored
+    scales: Float32
+    bias: Float32
+    out_features: int
+    in_features: int
+
+
+Packed = PackedLinear | Int8Linear | Int4Linear
 
 
 class CpuBackend:
@@ -56,7 +88,9 @@ class CpuBackend:
         """End the helper threads; the backend then runs on the caller's thread alone."""
         self._team.close()
 
-    def pack_linear(self, parts: Sequence[Stored], bias: Float32 | None = None) -> PackedLinear:
+    def pack_linear(
+        self, parts: Sequence[Stored], bias: Float32 | None = None, quantization: str = "none"
+    ) -> Packed:
         """See ``Backend.pack_linear``."""
         if not parts:
             raise ValueError("pack_linear needs at least one part")
@@ -75,10 +109,22 @@ class CpuBackend:
             if bias.shape != (total,):
                 raise ValueError(f"bias must have shape [{total}], got {list(bias.shape)}")
             padded[:total] = bias
+        if quantization == "int8":
+            panels, scales = linear_int8.packed(list(parts))
+            return Int8Linear(panels, scales, padded, total, first.shape[1])
+        if quantization == "int4":
+            panels = pack_int4.packed_int4(self._control, list(parts))
+            return Int4Linear(panels, padded, total, first.shape[1])
         return PackedLinear(linear.packed(list(parts)), padded, total, first.shape[1])
 
-    def embed(self, ids: Int32, table: PackedLinear, out: Float32) -> None:
+    def embed(self, ids: Int32, table: Packed, out: Float32) -> None:
         """See ``Backend.embed``."""
+        if isinstance(table, Int4Linear):
+            linear_int4.gather_rows_int4(table.panels, ids, out)
+            return
+        if isinstance(table, Int8Linear):
+            linear_int8.gather_rows(table.panels, table.scales, ids, out)
+            return
         linear.gather_rows(table.panels, ids, out)
 
     def take_rows(self, x: Float32, index: Int32, out: Float32) -> None:
@@ -89,11 +135,19 @@ class CpuBackend:
         """See ``Backend.rms_norm``."""
         elementwise.rms_norm(self._control, x, weight, eps, out)
 
-    def linear(self, x: Float32, weight: PackedLinear, out: Float32, add: bool = False) -> None:
+    def linear(self, x: Float32, weight: Packed, out: Float32, add: bool = False) -> None:
         """See ``Backend.linear``."""
         # The kernels take sizes on trust; a wrong one would write outside the array.
         assert x.shape[1] == weight.in_features
         assert out.shape == (x.shape[0], weight.out_features)
+        if isinstance(weight, Int4Linear):
+            linear_int4.linear_int4(self._control, x, weight.panels, weight.bias, out, add)
+            return
+        if isinstance(weight, Int8Linear):
+            linear_int8.linear(
+                self._control, x, weight.panels, weight.scales, weight.bias, out, add
+            )
+            return
         linear.linear(self._control, x, weight.panels, weight.bias, out, add)
 
     def rope_and_cache(

@@ -81,7 +81,7 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
         backend = ProfilingBackend(cpu, profile)
         clock.lap("peaks")
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-    model = Model.load(args.model, backend, dtype, args.max_model_len, kv_dtype)
+    model = Model.load(args.model, backend, dtype, args.max_model_len, kv_dtype, args.quantization)
     if profile is not None:
         profile.name_weights(model)
     clock.lap("load")

@@ -47,3 +47,18 @@ def test_a_hundred_requests_in_bfloat16_get_what_they_get_alone(smollm2_folder) 
         smollm2_folder, dtype="bfloat16", runs=104, distinct=52, configurations=covering(2)
     )
     check(report)
+
+
+@pytest.mark.parametrize(
+    "options", [{"quantization": "int8", "kv_cache_dtype": "int8"}, {"quantization": "int4"}]
+)
+def test_requests_on_quantised_weights_get_what_they_get_alone(smollm2_folder, options) -> None:
+    report = run(
+        smollm2_folder,
+        dtype="bfloat16",
+        runs=36,
+        distinct=18,
+        configurations=covering(1),
+        **options,
+    )
+    check(report)

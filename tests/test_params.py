@@ -51,7 +51,7 @@ def test_parameters_out_of_range_are_refused_by_name(field, values) -> None:
         ("dtype", ["fp8", None, "float16"]),
         ("kv_cache_dtype", ["fp8", None, "int4"]),
         ("device", ["tpu", "cuda"]),
-        ("quantization", ["int3", "int8"]),
+        ("quantization", ["int3", "fp8"]),
         ("max_model_len", [0, -1, 1.5, "8"]),
         ("block_size", [0, 100_000, None]),
         ("num_kv_blocks", [0, -5]),

@@ -11,7 +11,7 @@ from deepinfer.wire.checks import check_choice, check_float, check_int, shown
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
-QUANTIZATIONS = ("none",)
+QUANTIZATIONS = ("none", "int8", "int4")
 POLICIES = ("fcfs", "priority")
 
 _CORES = re.compile(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", re.ASCII)
@@ -32,7 +32,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     device: str = "auto"
     """auto or cpu."""
     quantization: str = "none"
-    """none: the weights as they are."""
+    """Weights: none (as dtype says), int8, or int4 (with a scale for each 32)."""
     kv_cache_dtype: str = "auto"
     """KV cache: auto (as dtype), float32, bfloat16 or int8 (half of bfloat16's memory)."""
     max_model_len: int | None = None

@@ -47,7 +47,7 @@ def _sum(builder: Any, count: Any, cells: int, step: Any) -> list[Any]:
     sums = [builder.phi(VECTOR) for _ in range(cells)]
     for phi in sums:
         phi.add_incoming(same(0.0), before)
-    done = step(k, list(sums))
+    done: list[Any] = step(k, list(sums))
     following = builder.add(k, _index(2))
     k.add_incoming(following, builder.block)
     for phi, value in zip(sums, done, strict=True):

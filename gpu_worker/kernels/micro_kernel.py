@@ -74,7 +74,7 @@ def _tile(rows: int, panels: int, start: str, partial: bool = False, fetch: bool
             for r in range(rows)
         ]
         if panels == 1:
-            x_rows = [_in_register(builder, row) for row in x_rows]
+            x_rows = [in_register(builder, row) for row in x_rows]
         w_panels = [
             emit_pointer(
                 context, builder, w_type, w, builder.add(w_at, builder.mul(w_panel, _index(c)))
@@ -215,7 +215,7 @@ def _tile(rows: int, panels: int, start: str, partial: bool = False, fetch: bool
     return tile_partial
 
 
-def _in_register(builder: Any, pointer: Any) -> Any:
+def in_register(builder: Any, pointer: Any) -> Any:
     """The same pointer, of which the optimiser does not know how it came about.
 
     Knowing the common stride of the rows, it would keep two or three registers and work out the

@@ -33,12 +33,12 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, combinations, product, repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -46,6 +46,7 @@ from deepinfer import LLM, AsyncEngine, Completion, EngineArgs, RequestOutput, S
 from deepinfer.frontend.pull import pull
 from deepinfer.frontend.text_stream import TextStream
 from deepinfer.frontend.tokenizer import Tokenizer
+from deepinfer.wire.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from support.random_requests import RandomRequest, RandomRequests
 from support.scripted_engine import process_of
 from support.streams import check_stream, end, text, tokens
@@ -86,11 +87,10 @@ class Configuration(NamedTuple):
     def __str__(self) -> str:
         return f"configuration {self.number} ({', '.join(self)})"
 
-    def args(self, folder: Path, dtype: str) -> EngineArgs:
+    def args(self, model: Mapping[str, Any]) -> EngineArgs:
         roomy = self.pool == "roomy"
         return EngineArgs(
-            model=str(folder),
-            dtype=dtype,
+            **model,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=24,
             async_scheduling=self.schedule == "overlap",
@@ -233,10 +233,9 @@ class Report:
 class Reference:
     """What requests must yield: each run alone, one after the other, in the plainest engine."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
         self._args = EngineArgs(
-            model=str(folder),
-            dtype=dtype,
+            **model,
             max_model_len=MAX_MODEL_LEN,
             num_kv_blocks=64,
             async_scheduling=False,
@@ -411,14 +410,13 @@ def run_block(
     configuration: Configuration,
     requests: Sequence[RandomRequest],
     reference: Reference,
-    folder: Path,
-    dtype: str,
+    model: Mapping[str, Any],
 ) -> Block:
     """Serve the requests, all at once, and then ``ENCORE`` by one engine.
 
     The reference must know them.
     """
-    args = configuration.args(folder, dtype)
+    args = configuration.args(model)
     rng = random.Random(requests[0].number)
     kill_after_s = None
     if configuration.worker == "killed":
@@ -456,13 +454,15 @@ def run(
     configurations: Sequence[Configuration],
     only: Sequence[int] | None = None,
     seed: int = 1,
+    **options: str,
 ) -> Report:
     """Serve ``runs`` requests, an equal share by each configuration, and print as it goes.
 
     ``distinct``: how many different requests there are, ``runs`` when not given; each is run under
     several configurations then. ``only``: numbers of the requests that every configuration serves
-    instead.
+    instead. ``options``: fields of ``EngineArgs`` that say how all engines hold the model.
     """
+    model = {"model": str(folder), "dtype": dtype, **options}
     share = -(-runs // len(configurations))
     count = min(distinct or runs, runs)
     source = RandomRequests(
@@ -478,13 +478,13 @@ def run(
     ]
     needed = sorted({number for own in numbers for number in own})
     started = time.monotonic()
-    reference = Reference(folder, dtype)
+    reference = Reference(folder, model)
     reference.learn([*(source[number] for number in needed), *_GROWING, *_AGAIN])
     seconds = time.monotonic() - started
     print(f"{dtype}: {len(needed)} requests alone in {seconds:.1f} s", flush=True)
     report = Report()
     for configuration, own in zip(configurations, numbers, strict=True):
-        block = run_block(configuration, [source[n] for n in own], reference, folder, dtype)
+        block = run_block(configuration, [source[n] for n in own], reference, model)
         report.blocks.append(block)
         print(block, *block.differences, sep="\n", flush=True)
     print(
@@ -500,6 +500,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m support.differential")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--quantization", default="none", choices=QUANTIZATIONS)
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES)
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--distinct", type=int, help="different requests; as many as runs")
     parser.add_argument("--strength", type=int, default=2, choices=range(1, 7))
@@ -519,6 +521,8 @@ def main() -> None:
         configurations=configurations,
         only=[int(n) for n in options.only.split(",")] if options.only else None,
         seed=options.seed,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     sys.exit(1 if report.differences else 0)
 
