@@ -24,14 +24,7 @@ import numpy as np
 from deepinfer.gpu_worker.backend import KVCache, RaggedBatch
 from deepinfer.gpu_worker.cpu_backend import CpuBackend
 from deepinfer.gpu_worker.kernels.fork_join import fork_join
-from deepinfer.gpu_worker.kernels.vectors import (
-    LANES,
-    add16,
-    fma16,
-    load16,
-    splat16,
-    store16,
-)
+from deepinfer.gpu_worker.machine_peaks import COLD_BYTES, best_of, measure_peaks
 
 # numba comes after the kernels' settings.
 from numba import njit  # isort: skip
@@ -40,45 +33,6 @@ SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (2048, 5632), (576, 
 DTYPES = ("bfloat16", "float32", "int8", "int4")
 ROWS = (1, 2, 3, 8, 32, 64, 128, 512, 2048)
 COLD_ROWS = 64
-COLD_BYTES = 160 << 20
-
-
-@njit(nogil=True)
-def _multiply_add(arguments, unit):
-    rounds, out = arguments
-    factor, term = splat16(np.float32(1.0000001)), splat16(np.float32(1e-9))
-    a = b = c = d = e = f = factor
-    for _ in range(rounds):
-        a = fma16(a, factor, term)
-        b = fma16(b, factor, term)
-        c = fma16(c, factor, term)
-        d = fma16(d, factor, term)
-        e = fma16(e, factor, term)
-        f = fma16(f, factor, term)
-    store16(out, unit * LANES, add16(add16(add16(a, b), add16(c, d)), add16(e, f)))
-
-
-@njit(nogil=True)
-def multiply_add(control, rounds, out, units):
-    fork_join(control, _multiply_add, (rounds, out), units)
-
-
-@njit(nogil=True)
-def _read(arguments, unit):
-    data, size, out = arguments
-    zero = splat16(np.float32(0))
-    a = b = c = d = zero
-    for i in range(unit * size, unit * size + size, 4 * LANES):
-        a = add16(a, load16(data, i))
-        b = add16(b, load16(data, i + LANES))
-        c = add16(c, load16(data, i + 2 * LANES))
-        d = add16(d, load16(data, i + 3 * LANES))
-    store16(out, unit * LANES, add16(add16(a, b), add16(c, d)))
-
-
-@njit(nogil=True)
-def read(control, data, size, out, units):
-    fork_join(control, _read, (data, size, out), units)
 
 
 @njit(nogil=True)
@@ -89,34 +43,6 @@ def _nothing(arguments, unit):
 @njit(nogil=True)
 def launch(control, units):
     fork_join(control, _nothing, (units,), units)
-
-
-def best_of(*calls: Callable[[int], object], seconds: float = 0.6, least: int = 4) -> list[float]:
-    """Shortest time of each ``call(i)``, in turns for i = 0, 1, … within about ``seconds``."""
-    shortest = [float("inf")] * len(calls)
-    begun, i = time.perf_counter(), 0
-    while i <= least or time.perf_counter() - begun < seconds:
-        for which, call in enumerate(calls):
-            start = time.perf_counter()
-            call(i)
-            duration = time.perf_counter() - start
-            if i > 0:
-                shortest[which] = min(shortest[which], duration)
-        i += 1
-    return shortest
-
-
-def peaks(backend: CpuBackend) -> tuple[float, float]:
-    """Multiply-adds as GFLOP/s, and reads from memory as GB/s, of all threads together."""
-    out = np.zeros(4096 * LANES, np.float32)
-    units, rounds = 8 * backend.num_threads, 100_000
-    (duration,) = best_of(lambda i: multiply_add(backend._control, rounds, out, units))
-    flops = units * rounds * 6 * 2 * LANES / duration / 1e9
-    data = np.zeros(COLD_BYTES // 4, np.float32)
-    data[:] = 1
-    size = 16384
-    (duration,) = best_of(lambda i: read(backend._control, data, size, out, len(data) // size))
-    return flops, data.nbytes / duration / 1e9
 
 
 def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: bool) -> None:
@@ -258,7 +184,7 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(backend.num_threads)
-    peak, bandwidth = peaks(backend)
+    peak, bandwidth = (per_second / 1e9 for per_second in measure_peaks(backend.team))
     print(f"{backend.num_threads} threads: {peak:.1f} GFLOP/s float32, {bandwidth:.1f} GB/s read")
     if "launch" in args.only:
         bench_launch(backend)

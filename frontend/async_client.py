@@ -38,6 +38,7 @@ from deepinfer.wire.messages import (
     Welcome,
 )
 from deepinfer.wire.params import SamplingParams
+from deepinfer.wire.recorder import Recorder, timed
 
 log = logging.getLogger("deepinfer.frontend")
 
@@ -59,6 +60,7 @@ class AsyncClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: LoopConnection | None = None
         self._session: Session | None = None
+        self._recorder: Recorder | None = None
         self._starting: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[Welcome] | None = None
         self._connected = False
@@ -260,6 +262,7 @@ class AsyncClient:
             if (Path(path) / "tokenizer.json").is_file():
                 tokenizer = Tokenizer.from_folder(path)
             self._session = Session(welcome.info, tokenizer, self._seed)
+            self._receive = timed(self._recorder, "outputs", self._session.receive)
         except BaseException as error:
             if self._connection is not None:
                 await self._close(str(error) or "the start was cancelled")
@@ -362,7 +365,7 @@ class AsyncClient:
                 self._forgotten = True
                 self._alarm.set()
             case _ if self._session is not None:
-                self._deliver(self._session.receive(message))
+                self._deliver(self._receive(message))
 
     def _deliver(self, events: list[Event]) -> None:
         for request, item in events:

@@ -202,6 +202,43 @@ def batch(
 
 
 @app.command()
+@takes_engine_args(without=("endpoint",), stop_preempted_request=False)
+def bench(
+    args: EngineArgs,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt, random.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens of each answer, greedy.")] = 64,
+    num_prompts: Annotated[int, typer.Option(help="Requests; all arrive at once.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line, no table.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure a whole engine: tokens a second, time to the first and per output token.
+
+    With --profile FOLDER also where a step's time goes, and a trace of all
+    processes in FOLDER/trace.json, which https://ui.perfetto.dev shows.
+    """
+    from deepinfer.frontend.bench import Workload, run_workload
+    from deepinfer.frontend.llm_engine import LLMEngine
+    from deepinfer.frontend.profile_report import gather
+    from deepinfer.wire import recorder
+
+    workload = Workload(input_len, output_len, num_prompts)
+    _bring_model(args, quiet)
+    if args.profile is not None:
+        recorder.clear(Path(args.profile))
+    with LLMEngine(args) as engine:
+        result = run_workload(engine, workload, args.seed or 0)
+    if args.profile is not None:
+        result.trace, result.profile = gather(Path(args.profile))
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(result).decode())
+        return
+    for line in result.lines():
+        typer.echo(line)
+
+
+@app.command()
 @takes_engine_args(
     help_for={"endpoint": "Where clients connect; a socket in the cache folder when not given."}
 )

@@ -12,6 +12,7 @@ from deepinfer.frontend.errors import EngineBusyError
 from deepinfer.wire.checks import shown
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import Drain, Welcome
+from deepinfer.wire.recorder import Recorder
 
 _LAST_WORDS_S = 0.5
 
@@ -33,6 +34,8 @@ class AsyncEngine(AsyncClient):
             raise TypeError(f"args must be EngineArgs(model=…, …), got {shown(args)}")
         self.args = args if args is not None else EngineArgs()
         super().__init__(seed=self.args.seed)
+        if self.args.profile is not None:
+            self._recorder = Recorder(self.args.profile, "frontend")
         self._process: EngineProcess | None = None
         self._drain_until: float | None = None
         self._ending: asyncio.Future[None] | None = None
@@ -75,6 +78,8 @@ class AsyncEngine(AsyncClient):
         if self._ending is not None:
             # Also where an earlier caller was cancelled.
             await asyncio.shield(self._ending)
+        if self._recorder is not None:
+            self._recorder.write()
 
     def _address(self, *, same_engine: bool) -> tuple[str, bytes]:
         if self._process is not None:

@@ -32,6 +32,7 @@ from deepinfer.wire.messages import (
     Welcome,
 )
 from deepinfer.wire.params import SamplingParams
+from deepinfer.wire.recorder import Recorder, timed
 
 log = logging.getLogger("deepinfer.frontend")
 
@@ -59,14 +60,19 @@ class LLMEngine:
         self._next_beat = 0.0
         self._call_ids = itertools.count()
         self._down = ""
+        folder = self.args.profile
+        self._recorder = Recorder(folder, "frontend") if folder is not None else None
         self._process = EngineProcess(self.args)
         try:
-            info = self._connect(self._process.identity).info
-            self.tokenizer = Tokenizer.from_folder(info.tokenizer)
+            self.info = self._connect(self._process.identity).info
+            """What the engine said of itself when it was ready."""
+            self.tokenizer = Tokenizer.from_folder(self.info.tokenizer)
         except BaseException:
             self._end_processes()
             raise
-        self._session = Session(info, self.tokenizer, self.args.seed)
+        self._session = Session(self.info, self.tokenizer, self.args.seed)
+        self._receive = timed(self._recorder, "outputs", self._session.receive)
+        self._add = timed(self._recorder, "add request", self._session.add)
 
     def add_request(
         self,
@@ -104,7 +110,7 @@ class LLMEngine:
         """Send a request made by :meth:`prepare`; ``ValueError`` when the id is in use."""
         while self._live_connection().stalled:
             self._take(self._next_message())
-        self._session.add(
+        self._add(
             request_id,
             prompt,
             time.monotonic(),
@@ -178,6 +184,8 @@ class LLMEngine:
         if connection is not None:
             connection.close()
         self._process.stop()
+        if self._recorder is not None:
+            self._recorder.write()
 
     def __enter__(self) -> LLMEngine:
         return self
@@ -264,7 +272,7 @@ class LLMEngine:
             case EngineDown(message=text):
                 self._session.receive(message)
                 raise EngineDownError(text)
-        for _, item in self._session.receive(message):
+        for _, item in self._receive(message):
             if isinstance(item, Exception):
                 self._refusals.append(item)
             else:

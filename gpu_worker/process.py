@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import zmq
@@ -19,6 +20,7 @@ from deepinfer.wire.actor import Actor
 from deepinfer.wire.children import exit_with_parent, read_config
 from deepinfer.wire.codec import MAX_STEP_BYTES, BadFrame, Codec
 from deepinfer.wire.config import EngineArgs, WorkerConfig, cpu_set
+from deepinfer.wire.recorder import Recorder
 from deepinfer.wire.sockets import connect_dealer
 from deepinfer.wire.steps import (
     StepPlan,
@@ -45,6 +47,8 @@ class LoadedModel(NamedTuple):
     argmax: Callable[[Any], Any] | None = None
     team: Any = None
     """Threads that sampling may use (see ``kernels.fork_join``)."""
+    profile: Any = None
+    """The ``profile.StepProfile`` that the model's backend fills, if it does."""
 
 
 LoadModel = Callable[[EngineArgs, dict[str, float]], LoadedModel]
@@ -60,14 +64,26 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
     if args.worker_cpus is not None:
         # Before threads start and memory is touched: both stay where they begin.
         _stay_on(cpu_set(args.worker_cpus))
+    from deepinfer.gpu_worker.backend import Backend
     from deepinfer.gpu_worker.cpu_backend import CpuBackend
     from deepinfer.gpu_worker.llama import Model
 
     dtype = "bfloat16" if args.dtype == "auto" else args.dtype
     clock.lap("import")
-    backend = CpuBackend(num_threads=args.num_threads)
+    cpu = CpuBackend(num_threads=args.num_threads)
+    backend: Backend = cpu
+    profile = None
+    if args.profile is not None:
+        from deepinfer.gpu_worker.machine_peaks import measure_peaks
+        from deepinfer.gpu_worker.profile import ProfilingBackend, StepProfile
+
+        profile = StepProfile(measure_peaks(cpu.team))
+        backend = ProfilingBackend(cpu, profile)
+        clock.lap("peaks")
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     model = Model.load(args.model, backend, dtype, args.max_model_len, kv_dtype, args.quantization)
+    if profile is not None:
+        profile.name_weights(model)
     clock.lap("load")
     num_blocks = args.num_kv_blocks or _blocks_in_memory(args, model)
     model.attach_cache(num_blocks, args.block_size)
@@ -75,7 +91,7 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
     with _compile_notice():
         model.warm_up()
     clock.lap("compile")
-    return LoadedModel(model, num_blocks, backend.argmax, backend.team)
+    return LoadedModel(model, num_blocks, cpu.argmax, cpu.team, profile)
 
 
 def _stay_on(cores: set[int]) -> None:
@@ -123,8 +139,11 @@ def _blocks_in_memory(args: EngineArgs, model: Any) -> int:
 class WorkerProcess:
     """Executes the scheduler's plans with a ``Runner``."""
 
-    def __init__(self, config: WorkerConfig, load_model: LoadModel) -> None:
+    def __init__(
+        self, config: WorkerConfig, load_model: LoadModel, recorder: Recorder | None = None
+    ) -> None:
         self._config = config
+        self._recorder = recorder
         self._load_model = load_model
         self._codec = Codec(ToWorker, max_in=MAX_STEP_BYTES, max_out=MAX_STEP_BYTES)
         self._runner: Any = None
@@ -161,8 +180,13 @@ class WorkerProcess:
 
         args = self._config.args
         phases: dict[str, float] = {}
-        model, num_blocks, argmax, team = self._load_model(args, phases)
-        self._runner = Runner(
+        model, num_blocks, argmax, team, profile = self._load_model(args, phases)
+        make_runner: Callable[..., Runner] = Runner
+        if self._recorder is not None:
+            from deepinfer.gpu_worker.profile import ProfilingRunner, StepProfile
+
+            make_runner = partial(ProfilingRunner, profile or StepProfile(), self._recorder)
+        self._runner = make_runner(
             model,
             max_num_seqs=min(args.max_num_seqs, args.max_num_batched_tokens),
             max_model_len=model.max_model_len,
@@ -249,6 +273,12 @@ def main(load_model: LoadModel = load_cpu_model) -> None:
     """Run the worker that the scheduler configured through the lifeline."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the scheduler decides when its worker ends
     config = read_config(WorkerConfig)
-    exit_with_parent()
+    folder = config.args.profile
+    recorder = Recorder(folder, "gpu_worker") if folder is not None else None
+    exit_with_parent(on_parent_gone=recorder.write if recorder is not None else None)
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level="WARNING")
-    WorkerProcess(config, load_model).run()
+    try:
+        WorkerProcess(config, load_model, recorder).run()
+    finally:
+        if recorder is not None:
+            recorder.write()

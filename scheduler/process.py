@@ -29,6 +29,7 @@ from deepinfer.wire.messages import (
     SchedulerHeartbeat,
     Welcome,
 )
+from deepinfer.wire.recorder import Recorder, timed
 from deepinfer.wire.steps import StepResult, WorkerReady
 
 log = logging.getLogger("deepinfer.scheduler")
@@ -39,9 +40,10 @@ _PUSH_INTERVAL_S = 0.005
 class SchedulerProcess:
     """Feeds the core with what arrives and sends what it decides."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, recorder: Recorder | None = None) -> None:
         self._config = config
         self._core = Core(config.args)
+        self._plan = timed(recorder, "plan", self._core.plan)
         self._info: EngineInfo | None = None
         self._down = ""
         self._down_told = False
@@ -55,7 +57,7 @@ class SchedulerProcess:
             f"ipc://{config.directory}/engine",
             owner=config.owner,
             silence_limit_s=config.args.heartbeat_timeout_s,
-            on_message=self._on_message,
+            on_message=timed(recorder, "message", self._on_message),
             on_gone=lambda client, rule: self._core.client_gone(client, rule, time.monotonic()),
         )
         self._worker = WorkerLink(
@@ -63,7 +65,7 @@ class SchedulerProcess:
             config.args,
             config.directory,
             on_ready=self._on_ready,
-            on_result=self._on_result,
+            on_result=timed(recorder, "result", self._on_result),
             on_gone=self._on_worker_gone,
             on_down=self._on_worker_down,
         )
@@ -100,7 +102,7 @@ class SchedulerProcess:
                 self._core.shutdown(now)
                 self._actor.stop()
         # The worker first: it computes while the outputs are encoded.
-        while self._worker.state is WorkerState.READY and (plan := self._core.plan(now)):
+        while self._worker.state is WorkerState.READY and (plan := self._plan(now)):
             self._worker.send(plan)
         for client, message in self._core.outbox():
             self._clients.send(client, message)
@@ -234,6 +236,7 @@ class SchedulerProcess:
             dtype=ready.dtype,
             device=ready.device,
             architecture=ready.architecture,
+            start_s=ready.phases,
         )
         if first:
             for client in self._clients.greeted():
@@ -271,7 +274,11 @@ def main() -> None:
     directory = Path(config.directory)
     exit_with_parent(on_parent_gone=lambda: remove_directory(directory))
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level="WARNING")
+    folder = config.args.profile
+    recorder = Recorder(folder, "scheduler") if folder is not None else None
     try:
-        SchedulerProcess(config).run()
+        SchedulerProcess(config, recorder).run()
     finally:
         remove_directory(directory)
+        if recorder is not None:
+            recorder.write()

@@ -71,6 +71,9 @@ OTHER_VALUES: dict[str, Any] = {
     "device": "cpu",
     "quantization": "none",
     "policy": "priority",
+    "kv_cache_dtype": "int8",
+    "worker_cpus": "0",
+    "profile": "folder",
     "heartbeat_timeout_s": 2.5,
     "start_timeout_s": 3.5,
     "worker_module": "some.module",
@@ -676,3 +679,32 @@ def test_run_and_batch_work_on_a_whole_engine(tmp_path: Path) -> None:
         expected = folder.reference([result["id"]], result["id"])
         assert result["text"] == folder.tokenizer.decode(expected)
         assert result["num_output_tokens"] == len(expected)
+
+
+@pytest.mark.process
+def test_bench_measures_a_whole_engine(tmp_path: Path) -> None:
+    folder = ScriptedFolder(tmp_path / "m", step_ms=2)
+    options = ["--model", str(folder.path), "--worker-module", "support.scripted_worker"]
+    sizes = ["--input-len", "9", "--output-len", "5", "--num-prompts", "3"]
+    bench = [sys.executable, "-m", "deepinfer", "bench", *sizes, *options]
+    done = subprocess.run([*bench, "--json"], capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (27, 15)
+    assert result["completed"] == 3
+    assert result["output_throughput"] * result["duration"] == pytest.approx(15)
+    assert 2 <= result["median_ttft_ms"] <= result["p99_ttft_ms"] <= 1e3 * result["duration"]
+    assert 2 <= result["median_tpot_ms"] <= result["p99_tpot_ms"]
+    assert "load" in result["start_s"]
+    done = subprocess.run(bench, capture_output=True, text=True, check=True)
+    for name in ("output tokens/s", "time to first token", "time per output token", "load"):
+        assert name in done.stdout
+
+
+@pytest.mark.process
+def test_bench_refuses_what_the_model_cannot_hold(tmp_path: Path) -> None:
+    folder = ScriptedFolder(tmp_path / "m", max_model_len=64)
+    options = ["--model", str(folder.path), "--worker-module", "support.scripted_worker"]
+    bench = [sys.executable, "-m", "deepinfer", "bench", *options]
+    done = subprocess.run(bench, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "input_len and output_len must be at most 64 together" in done.stderr

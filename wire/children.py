@@ -140,16 +140,19 @@ def wake_when_orphaned() -> None:
 def exit_with_parent(on_parent_gone: Callable[[], None] | None = None) -> None:
     """In a child: end this process when the lifeline closes, whatever the main thread does.
 
-    ``on_parent_gone`` runs first, in the watching thread; when it returns the process ends.
+    ``on_parent_gone`` runs first, in the watching thread; when it returns or raises the process
+    ends.
     """
     wake_when_orphaned()
 
     def watch() -> None:
         while os.read(_LIFELINE_FD, 64):
             pass
-        if on_parent_gone is not None:
-            on_parent_gone()
-        os._exit(0)
+        try:
+            if on_parent_gone is not None:
+                on_parent_gone()
+        finally:
+            os._exit(0)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 

@@ -71,6 +71,8 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     """Compute threads of the CPU worker; one for each core it may use when not given."""
     worker_cpus: str | None = None
     """Cores the CPU worker may use, such as 0-7,16-23 (those of one NUMA node, say)."""
+    profile: str | None = None
+    """Folder where each process of the engine writes at its end where its time went."""
     worker_module: str = "deepinfer.gpu_worker"
     """Python module that is run as the device worker."""
 
@@ -79,6 +81,8 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
             value = getattr(self, field)
             if not isinstance(value, str) or not value or len(value) > 4096:
                 raise ValueError(f"{field} must be a non-empty string, got {shown(value)}")
+        if self.profile is not None and not (isinstance(self.profile, str) and self.profile):
+            raise ValueError(f"profile must be a folder, got {shown(self.profile)}")
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_choice("device", self.device, DEVICES)

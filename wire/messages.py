@@ -127,6 +127,8 @@ class EngineInfo(Part):
     dtype: str
     device: str
     architecture: str
+    start_s: dict[str, float] = {}
+    """Seconds of each phase of the worker's start."""
 
 
 class Welcome(Message):
