@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -25,15 +24,12 @@ from deepinfer.gpu_worker.kernels.vectors import (
     emit_pointer,
     emit_prefetch,
     emit_splat,
+    index,
     same,
 )
 
 AHEAD_GROUPS = 4
 """How many lane groups of keys before their turn they are asked for; the table goes on so far."""
-
-
-def _index(value: int) -> ir.Constant:
-    return ir.Constant(I64, value)
 
 
 def _sum(builder: Any, count: Any, cells: int, step: Any) -> list[Any]:
@@ -43,12 +39,12 @@ def _sum(builder: Any, count: Any, cells: int, step: Any) -> list[Any]:
     builder.branch(body)
     builder.position_at_end(body)
     k = builder.phi(I64)
-    k.add_incoming(_index(0), before)
+    k.add_incoming(index(0), before)
     sums = [builder.phi(VECTOR) for _ in range(cells)]
     for phi in sums:
         phi.add_incoming(same(0.0), before)
     done: list[Any] = step(k, list(sums))
-    following = builder.add(k, _index(2))
+    following = builder.add(k, index(2))
     k.add_incoming(following, builder.block)
     for phi, value in zip(sums, done, strict=True):
         phi.add_incoming(value, builder.block)
@@ -84,7 +80,7 @@ def _scores(rows: int, groups: int) -> Any:
         q_type, k_type, v_type, t_type, s_type = (signature.args[i] for i in (0, 2, 4, 6, 9))
 
         def entry(line: int, c: int) -> Any:
-            at = builder.add(builder.mul(length, _index(line)), builder.add(first, _index(c)))
+            at = builder.add(builder.mul(length, index(line)), builder.add(first, index(c)))
             return builder.load(emit_pointer(context, builder, t_type, table, at))
 
         def keys_of(c: int) -> Any:
@@ -99,17 +95,17 @@ def _scores(rows: int, groups: int) -> Any:
             for c in range(groups)
         ]
         lines = [
-            emit_pointer(context, builder, q_type, queries, builder.mul(dim, _index(r)))
+            emit_pointer(context, builder, q_type, queries, builder.mul(dim, index(r)))
             for r in range(rows)
         ]
 
         def step(k: Any, sums: list[Any]) -> list[Any]:
-            at = builder.mul(k, _index(LANES))
+            at = builder.mul(k, index(LANES))
             for pointer in (*later, *soon):
                 emit_prefetch(builder, builder.gep(pointer, [at]))
             for u in range(2):
-                now = builder.add(k, _index(u))
-                place = builder.mul(now, _index(LANES))
+                now = builder.add(k, index(u))
+                place = builder.mul(now, index(LANES))
                 sums = _multiply_add(
                     builder,
                     [builder.gep(pointer, [now]) for pointer in lines],
@@ -123,7 +119,7 @@ def _scores(rows: int, groups: int) -> Any:
         # Group by group: where blocks are short the next one's scores overwrite this one's excess.
         for c in range(groups):
             for r in range(rows):
-                at = builder.add(entry(1, c), builder.mul(stride, _index(r)))
+                at = builder.add(entry(1, c), builder.mul(stride, index(r)))
                 pointer = emit_pointer(context, builder, s_type, scores, at)
                 target = builder.bitcast(pointer, VECTOR.as_pointer())
                 builder.store(sums[r * groups + c], target, align=4)
@@ -164,21 +160,21 @@ def _weighted(rows: int, panels: int) -> Any:
         weights, stride, values, shift, places, count, column, out, width = args
         w_type, v_type, p_type, o_type = (signature.args[i] for i in (0, 2, 4, 7))
         lines = [
-            emit_pointer(context, builder, w_type, weights, builder.mul(stride, _index(r)))
+            emit_pointer(context, builder, w_type, weights, builder.mul(stride, index(r)))
             for r in range(rows)
         ]
         base = emit_pointer(context, builder, v_type, values, builder.add(column, shift))
-        where = emit_pointer(context, builder, p_type, places, _index(0))
+        where = emit_pointer(context, builder, p_type, places, index(0))
 
         def step(k: Any, sums: list[Any]) -> list[Any]:
             for u in range(2):
-                now = builder.add(k, _index(u))
+                now = builder.add(k, index(u))
                 place = builder.load(builder.gep(where, [now]))
                 sums = _multiply_add(
                     builder,
                     [builder.gep(pointer, [now]) for pointer in lines],
                     [
-                        builder.gep(base, [builder.add(place, _index(LANES * c))])
+                        builder.gep(base, [builder.add(place, index(LANES * c))])
                         for c in range(panels)
                     ],
                     v_type.dtype,
@@ -189,7 +185,7 @@ def _weighted(rows: int, panels: int) -> Any:
         sums = _sum(builder, count, rows * panels, step)
         for r in range(rows):
             for c in range(panels):
-                at = builder.add(builder.mul(width, _index(r)), _index(LANES * c))
+                at = builder.add(builder.mul(width, index(r)), index(LANES * c))
                 pointer = emit_pointer(context, builder, o_type, out, builder.add(at, column))
                 target = builder.bitcast(pointer, VECTOR.as_pointer())
                 builder.store(sums[r * panels + c], target, align=4)

@@ -23,6 +23,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from deepinfer.gpu_worker.kernels.micro_kernel import in_register
 from deepinfer.gpu_worker.kernels.vectors import (
     I16,
     I32,
@@ -33,6 +34,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
     emit_pointer,
     emit_prefetch,
     float32x16,
+    index,
     same,
 )
 
@@ -42,10 +44,6 @@ _WORDS = ir.VectorType(I16, 2 * LANES)
 _HALF_WORDS = ir.VectorType(I16, LANES)
 _HALF_SUMS = ir.VectorType(I32, LANES // 2)
 _EIGHT = ir.Constant(_WORDS, [8] * 2 * LANES)
-
-
-def _index(value: int) -> ir.Constant:
-    return ir.Constant(I64, value)
 
 
 def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
@@ -115,19 +113,17 @@ def _tile(rows: int, panels: int) -> Any:
         x_type, w_type, sums_type = (signature.args[i] for i in (0, 3, 8))
         x_rows = []
         for r in range(rows):
-            at = builder.add(x_at, builder.mul(x_row, _index(r)))
+            at = builder.add(x_at, builder.mul(x_row, index(r)))
             pointer = emit_pointer(context, builder, x_type, x, at)
-            # The optimiser must not derive these from each other at every step; see micro_kernel.
-            kind = ir.FunctionType(pointer.type, [pointer.type])
-            x_rows.append(builder.asm(kind, "", "=r,0", [pointer], False))
+            x_rows.append(in_register(builder, pointer))
         w_panels = []
         for c in range(panels):
-            at = builder.add(w_at, builder.mul(w_panel, _index(c)))
+            at = builder.add(w_at, builder.mul(w_panel, index(c)))
             w_panels.append(emit_pointer(context, builder, w_type, w, at))
         cells = [(r, c) for r in range(rows) for c in range(panels)]
         targets = []
         for i in range(2 * len(cells)):
-            at = builder.add(sums_at, _index(i * LANES // 2))
+            at = builder.add(sums_at, index(i * LANES // 2))
             pointer = emit_pointer(context, builder, sums_type, sums, at)
             targets.append(builder.bitcast(pointer, _HALF_SUMS.as_pointer()))
         begins = [builder.load(pointer, align=4) for pointer in targets]
@@ -138,14 +134,14 @@ def _tile(rows: int, panels: int) -> Any:
         builder.branch(body)
         builder.position_at_end(body)
         k = builder.phi(I64)
-        k.add_incoming(_index(0), before)
+        k.add_incoming(index(0), before)
         phis = [builder.phi(_HALF_SUMS) for _ in begins]
         for phi, value in zip(phis, begins, strict=True):
             phi.add_incoming(value, before)
         current: list[Any] = list(phis)
         for four in range(2):
-            x_k = builder.add(k, _index(4 * four))
-            w_k = builder.mul(x_k, _index(LANES))
+            x_k = builder.add(k, index(4 * four))
+            w_k = builder.mul(x_k, index(LANES))
             places = [builder.gep(pointer, [w_k]) for pointer in w_panels]
             values = [builder.gep(pointer, [x_k]) for pointer in x_rows]
             if w_type.dtype == types.int8:
@@ -156,7 +152,7 @@ def _tile(rows: int, panels: int) -> Any:
             else:
                 pairs = [
                     [
-                        _load(builder, builder.gep(place, [_index(2 * LANES * pair)]), _WORDS)
+                        _load(builder, builder.gep(place, [index(2 * LANES * pair)]), _WORDS)
                         for pair in range(2)
                     ]
                     for place in places
@@ -164,13 +160,13 @@ def _tile(rows: int, panels: int) -> Any:
             for pair in range(2):
                 weights = [_halves(builder, panel[pair]) for panel in pairs]
                 for r, pointer in enumerate(values):
-                    value = _emit_broadcast(builder, builder.gep(pointer, [_index(2 * pair)]))
+                    value = _emit_broadcast(builder, builder.gep(pointer, [index(2 * pair)]))
                     for c in range(panels):
                         for half in range(2):
                             i = 2 * (r * panels + c) + half
                             weight = weights[c][half]
                             current[i] = _emit_add_dot(builder, current[i], value, weight)
-        following = builder.add(k, _index(8))
+        following = builder.add(k, index(8))
         k.add_incoming(following, builder.block)
         for phi, value in zip(phis, current, strict=True):
             phi.add_incoming(value, builder.block)
@@ -197,7 +193,7 @@ def widen_four(typingctx, panels, at, wide, wide_at):
         source = emit_pointer(context, builder, signature.args[0], args[0], args[1])
         target = emit_pointer(context, builder, signature.args[2], args[2], args[3])
         for pair, words in enumerate(_emit_widened(builder, source)):
-            place = builder.gep(target, [_index(2 * LANES * pair)])
+            place = builder.gep(target, [index(2 * LANES * pair)])
             builder.store(words, builder.bitcast(place, _WORDS.as_pointer()), align=2)
         return context.get_dummy_value()
 

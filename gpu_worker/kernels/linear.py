@@ -218,7 +218,7 @@ def _finish(sums, at, out, row, column, columns, add):
 
 
 @njit(**INNER)
-def _even_share(total, most):
+def even_share(total, most):
     """The size of parts of at most ``most``, as equal as can be."""
     parts = -(-total // most)
     return -(-total // parts)
@@ -292,11 +292,11 @@ def linear(control, x, panels, bias, out, add):
         units = -(-num_panels // width)
         fork_join(control, _direct_unit, (x, panels, out, bias, add, width), units)
     else:
-        chunk = _even_share(rows, _CHUNK_ROWS)
+        chunk = even_share(rows, _CHUNK_ROWS)
         chunks = -(-rows // chunk)
         width = max(1, min(8, num_panels * chunks // 32))
         units = -(-num_panels // width) * chunks
-        block_terms = _even_share(depth, _BLOCK_TERMS)
+        block_terms = even_share(depth, _BLOCK_TERMS)
         arguments = (x, panels, out, bias, add, chunk, width, block_terms)
         fork_join(control, _blocked_unit, arguments, units)
 

@@ -36,6 +36,7 @@ from deepinfer.gpu_worker.kernels.int8_tile import (
     tile_6x1,
     widen_four,
 )
+from deepinfer.gpu_worker.kernels.linear import even_share
 from deepinfer.gpu_worker.kernels.micro_kernel import prefetch
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
 from deepinfer.gpu_worker.kernels.vectors import (
@@ -245,13 +246,6 @@ def _blocked_unit(arguments, unit):
                 row += size
 
 
-@njit(**INNER)
-def _even_share(total, most):
-    """The size of parts of at most ``most``, as equal as can be."""
-    parts = -(-total // most)
-    return -(-total // parts)
-
-
 @njit(**JIT)
 def linear(control, x, panels, weight_scales, bias, out, add):
     """``out = x @ W.T + bias`` or ``out += …``; x [T, K], out [T, N], see ``packed``."""
@@ -270,10 +264,10 @@ def linear(control, x, panels, weight_scales, bias, out, add):
         arguments = (quantised, scales, panels, weight_scales, bias, out, add, width)
         fork_join(control, _direct_unit, arguments, -(-num_panels // width))
         return
-    chunk = _even_share(rows, _CHUNK_ROWS)
+    chunk = even_share(rows, _CHUNK_ROWS)
     chunks = -(-rows // chunk)
     width = max(1, min(8, num_panels * chunks // 32))
-    block_terms = _even_share(padded // 8, _BLOCK_TERMS // 8) * 8
+    block_terms = even_share(padded // 8, _BLOCK_TERMS // 8) * 8
     blocked = (
         quantised, scales, panels, weight_scales, bias, out, add, chunk, width, block_terms
     )  # fmt: skip

@@ -35,12 +35,9 @@ from deepinfer.gpu_worker.kernels.vectors import (
     emit_pointer,
     emit_prefetch,
     emit_splat,
+    index,
     same,
 )
-
-
-def _index(value: int) -> ir.Constant:
-    return ir.Constant(I64, value)
 
 
 def _tile(rows: int, panels: int, start: str, partial: bool = False, fetch: bool = True) -> Any:
@@ -69,7 +66,7 @@ def _tile(rows: int, panels: int, start: str, partial: bool = False, fetch: bool
         x_type, w_type, out_type = (signature.args[i] for i in (0, 3, 10))
         x_rows = [
             emit_pointer(
-                context, builder, x_type, x, builder.add(x_at, builder.mul(x_row, _index(r)))
+                context, builder, x_type, x, builder.add(x_at, builder.mul(x_row, index(r)))
             )
             for r in range(rows)
         ]
@@ -77,16 +74,14 @@ def _tile(rows: int, panels: int, start: str, partial: bool = False, fetch: bool
             x_rows = [in_register(builder, row) for row in x_rows]
         w_panels = [
             emit_pointer(
-                context, builder, w_type, w, builder.add(w_at, builder.mul(w_panel, _index(c)))
+                context, builder, w_type, w, builder.add(w_at, builder.mul(w_panel, index(c)))
             )
             for c in range(panels)
         ]
         cells = [(r, c) for r in range(rows) for c in range(panels)]
         targets = {}
         for r, c in cells:
-            at = builder.add(
-                out_at, builder.add(builder.mul(out_row, _index(r)), _index(LANES * c))
-            )
+            at = builder.add(out_at, builder.add(builder.mul(out_row, index(r)), index(LANES * c)))
             targets[r, c] = emit_pointer(context, builder, out_type, out, at)
 
         def begin(r: int, c: int) -> Any:
@@ -94,7 +89,7 @@ def _tile(rows: int, panels: int, start: str, partial: bool = False, fetch: bool
                 return same(0.0)
             if start == "out":
                 return emit_load(builder, targets[r, c], types.float32)
-            at = builder.add(args[14], _index(LANES * c))
+            at = builder.add(args[14], index(LANES * c))
             pointer = emit_pointer(context, builder, signature.args[13], args[13], at)
             return emit_load(builder, pointer, types.float32)
 
@@ -117,12 +112,12 @@ def _tile(rows: int, panels: int, start: str, partial: bool = False, fetch: bool
             lines = step * LANES * (4 if w_type.dtype == types.float32 else 2) // 64
             for line in range(lines if fetch else 0):
                 # Where w_k is LANES these are all lines of the step, elsewhere some of them.
-                at = builder.mul(builder.add(k, _index(line * step // lines)), w_k)
+                at = builder.mul(builder.add(k, index(line * step // lines)), w_k)
                 for c, pointer in enumerate(w_panels):
-                    skewed = builder.add(w_ahead, builder.mul(w_skew, _index(c)))
+                    skewed = builder.add(w_ahead, builder.mul(w_skew, index(c)))
                     emit_prefetch(builder, builder.gep(pointer, [builder.add(at, skewed)]))
             for u in range(step):
-                at = builder.add(k, _index(u))
+                at = builder.add(k, index(u))
                 w_at_k = builder.mul(at, w_k)
                 # Whichever are fewer, values of x or weights, wait in registers for all the others.
                 values = [builder.gep(p, [at]) for p in x_rows]
@@ -141,7 +136,7 @@ def _tile(rows: int, panels: int, start: str, partial: bool = False, fetch: bool
                         for c in range(panels):
                             i = r * panels + c
                             current[i] = emit_fma(builder, value, weights[c], current[i])
-            following = builder.add(k, _index(step))
+            following = builder.add(k, index(step))
             k.add_incoming(following, builder.block)
             for phi, value in zip(sums, current, strict=True):
                 phi.add_incoming(value, builder.block)
@@ -157,15 +152,15 @@ def _tile(rows: int, panels: int, start: str, partial: bool = False, fetch: bool
         # Longer steps spend less on the loop itself, but with several panels LLVM then loads
         # weights so early that the sums no longer fit in registers.
         unroll = 4 if panels == 1 else 2
-        whole = builder.sub(count, builder.srem(count, _index(unroll)))
-        sums = loop(_index(0), whole, unroll, [begin(r, c) for r, c in cells])
+        whole = builder.sub(count, builder.srem(count, index(unroll)))
+        sums = loop(index(0), whole, unroll, [begin(r, c) for r, c in cells])
         sums = loop(whole, count, 1, sums)
 
         if start != "bias":
             for cell, value in zip(cells, sums, strict=True):
                 _store(builder, targets[cell], value)
             return context.get_dummy_value()
-        mask = emit_mask(builder, _index(0), args[16]) if partial else None
+        mask = emit_mask(builder, index(0), args[16]) if partial else None
         add = args[15]
         for cell, value in zip(cells, sums, strict=True):
             with builder.if_else(builder.trunc(add, I1)) as (then, otherwise):

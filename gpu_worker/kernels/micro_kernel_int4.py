@@ -33,6 +33,7 @@ from deepinfer.gpu_worker.kernels.micro_kernel import in_register
 from deepinfer.gpu_worker.kernels.vectors import (
     F32,
     I1,
+    I8,
     I16,
     I32,
     I64,
@@ -46,6 +47,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
     emit_prefetch,
     emit_splat,
     float32x16,
+    index,
     same,
     same_int,
 )
@@ -56,7 +58,6 @@ CODE_BYTES = GROUP * LANES // 2
 WEIGHT_BYTES = CODE_BYTES + 2 * 2 * LANES
 ACTIVATION_BYTES = GROUP + 2 * 4
 
-_I8 = ir.IntType(8)
 _RUN = 4 * LANES
 _LARGEST = 127
 
@@ -84,7 +85,7 @@ class Dot:
         self.lowering = lowering
         self.width = 32 if lowering == "avx2" else 64
         self.parts = _RUN // self.width
-        self.bytes = ir.VectorType(_I8, self.width)
+        self.bytes = ir.VectorType(I8, self.width)
         self.words = ir.VectorType(I32, self.width // 4)
 
     def begin(self) -> list[Any]:
@@ -99,7 +100,7 @@ class Dot:
         four = ir.Constant(self.words, [4] * (self.width // 4))
         low, high = [], []
         for part in range(self.parts):
-            at = builder.gep(pointer, [ir.Constant(I64, part * self.width)])
+            at = builder.gep(pointer, [index(part * self.width)])
             both = builder.load(builder.bitcast(at, self.bytes.as_pointer()), align=1)
             low.append(builder.and_(both, mask))
             shifted = builder.lshr(builder.bitcast(both, self.words), four)
@@ -194,11 +195,8 @@ def make_tile(rows: int, lowering: str) -> Any:
         out, out_at, out_row, bias, bias_at, add = args[7:]
         x_type, w_type, out_type, bias_type = (signature.args[i] for i in (0, 3, 7, 10))
 
-        def number(value: int) -> Any:
-            return ir.Constant(I64, value)
-
         def place(array_type: Any, array: Any, at: Any, stride: Any, row: int) -> Any:
-            at = builder.add(at, builder.mul(stride, number(row)))
+            at = builder.add(at, builder.mul(stride, index(row)))
             return emit_pointer(context, builder, array_type, array, at)
 
         x_rows = [in_register(builder, place(x_type, x, x_at, x_row, r)) for r in range(rows)]
@@ -210,7 +208,7 @@ def make_tile(rows: int, lowering: str) -> Any:
         # of what to put aside took 4 rows a fifth more time.
         room = cgutils.alloca_once(builder, ir.ArrayType(VECTOR, rows))
         room = in_register(builder, builder.bitcast(room, VECTOR.as_pointer()))
-        sums = [builder.gep(room, [number(r)]) for r in range(rows)]
+        sums = [builder.gep(room, [index(r)]) for r in range(rows)]
         begin = emit_pointer(context, builder, bias_type, bias, bias_at)
         for pointer in sums:
             builder.store(emit_load(builder, begin, types.float32), pointer, align=4)
@@ -221,35 +219,35 @@ def make_tile(rows: int, lowering: str) -> Any:
         builder.branch(body)
         builder.position_at_end(body)
         group = builder.phi(I64)
-        group.add_incoming(number(0), before)
-        at_x = builder.mul(group, number(ACTIVATION_BYTES))
+        group.add_incoming(index(0), before)
+        at_x = builder.mul(group, index(ACTIVATION_BYTES))
         activations = [builder.gep(pointer, [at_x]) for pointer in x_rows]
-        block = builder.gep(panel, [builder.mul(group, number(WEIGHT_BYTES))])
+        block = builder.gep(panel, [builder.mul(group, index(WEIGHT_BYTES))])
         ahead = builder.gep(block, [w_ahead])
         for line in range(0, WEIGHT_BYTES, 64):
-            emit_prefetch(builder, builder.gep(ahead, [number(line)]))
+            emit_prefetch(builder, builder.gep(ahead, [index(line)]))
         dots = [dot.begin() for _ in range(rows)]
         for run in range(CODE_BYTES // _RUN):
-            halves = dot.codes(builder.gep(block, [number(run * _RUN)]))
+            halves = dot.codes(builder.gep(block, [index(run * _RUN)]))
             for half, codes in enumerate(halves):
-                k = number(8 * run + 4 * half)
+                k = index(8 * run + 4 * half)
                 for r in range(rows):
                     four = dot.activations(builder.gep(activations[r], [k]))
                     dots[r] = dot.add(dots[r], codes, four)
         scales, minima = (
-            emit_half(builder, builder.gep(block, [number(at)]), _NATIVE_HALF)
+            emit_half(builder, builder.gep(block, [index(at)]), _NATIVE_HALF)
             for at in (CODE_BYTES, CODE_BYTES + 2 * LANES)
         )
         for r in range(rows):
-            pair = builder.bitcast(builder.gep(activations[r], [number(GROUP)]), F32.as_pointer())
+            pair = builder.bitcast(builder.gep(activations[r], [index(GROUP)]), F32.as_pointer())
             scale, total = (
-                emit_splat(builder, builder.load(builder.gep(pair, [number(i)]), align=4))
+                emit_splat(builder, builder.load(builder.gep(pair, [index(i)]), align=4))
                 for i in (0, 1)
             )
             product = builder.fmul(builder.sitofp(dot.end(dots[r]), VECTOR), scale)
             value = emit_fma(builder, scales, product, builder.load(sums[r], align=4))
             builder.store(emit_fma(builder, minima, total, value), sums[r], align=4)
-        following = builder.add(group, number(1))
+        following = builder.add(group, index(1))
         group.add_incoming(following, builder.block)
         builder.cbranch(builder.icmp_signed("<", following, groups), body, after)
 
@@ -298,8 +296,7 @@ def quantise_group(typingctx, x, x_at, blocks, at):
             return builder.call(function, [vector])
 
         values = [
-            emit_load(builder, builder.gep(source, [ir.Constant(I64, i)]), types.float32)
-            for i in (0, LANES)
+            emit_load(builder, builder.gep(source, [index(i)]), types.float32) for i in (0, LANES)
         ]
         # Magnitudes in the order of their bits, above which come infinity and the NaNs.
         bits = [builder.and_(builder.bitcast(v, VECTOR_I32), same_int(0x7FFFFFFF)) for v in values]
@@ -325,13 +322,13 @@ def quantise_group(typingctx, x, x_at, blocks, at):
             rounded = builder.call(rint, [builder.fmul(value, inverse)])
             whole = builder.fptosi(rounded, VECTOR_I32)
             total = builder.add(total, whole)
-            narrow = builder.trunc(whole, ir.VectorType(_I8, LANES))
-            target = builder.gep(block, [ir.Constant(I64, i * LANES)])
+            narrow = builder.trunc(whole, ir.VectorType(I8, LANES))
+            target = builder.gep(block, [index(i * LANES)])
             builder.store(narrow, builder.bitcast(target, narrow.type.as_pointer()), align=1)
         total = builder.sitofp(reduce("llvm.vector.reduce.add.v16i32", total), F32)
-        pair = builder.bitcast(builder.gep(block, [ir.Constant(I64, GROUP)]), F32.as_pointer())
+        pair = builder.bitcast(builder.gep(block, [index(GROUP)]), F32.as_pointer())
         builder.store(scale, pair, align=4)
-        second = builder.gep(pair, [ir.Constant(I64, 1)])
+        second = builder.gep(pair, [index(1)])
         builder.store(builder.fmul(scale, total), second, align=4)
         return context.get_dummy_value()
 

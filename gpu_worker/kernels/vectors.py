@@ -61,6 +61,11 @@ def same_int(value: int) -> ir.Constant:
     return ir.Constant(VECTOR_I32, [value] * LANES)
 
 
+def index(value: int) -> ir.Constant:
+    """A constant int64: an offset or a count."""
+    return ir.Constant(I64, value)
+
+
 def emit_pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
     """Pointer to element ``offset`` of a C-contiguous array."""
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
