@@ -24,7 +24,7 @@ import numpy as np
 from deepinfer.gpu_worker.backend import KVCache, RaggedBatch
 from deepinfer.gpu_worker.cpu_backend import CpuBackend
 from deepinfer.gpu_worker.kernels.fork_join import fork_join
-from deepinfer.gpu_worker.machine_peaks import COLD_BYTES, best_of, measure_peaks
+from deepinfer.gpu_worker.machine_peaks import COLD_BYTES, Peaks, best_of, measure_peaks
 
 # numba comes after the kernels' settings.
 from numba import njit  # isort: skip
@@ -45,7 +45,7 @@ def launch(control, units):
     fork_join(control, _nothing, (units,), units)
 
 
-def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: bool) -> None:
+def bench_linear(backend: CpuBackend, peaks: Peaks, torch_too: bool) -> None:
     """One line for each shape, dtype and number of rows."""
     rng = np.random.default_rng(0)
     for depth, width in SHAPES:
@@ -56,6 +56,8 @@ def bench_linear(backend: CpuBackend, peak: float, bandwidth: float, torch_too: 
             quantization = dtype if dtype in ("int8", "int4") else "none"
             packed = backend.pack_linear([held], None, quantization)
             num_bytes = packed.panels.nbytes
+            peak = peaks.operations[packed.arithmetic] / 1e9
+            bandwidth = peaks.bandwidth / 1e9
             # Copied, for quantising a matrix takes longer than that.
             copies = [copy.deepcopy(packed) for _ in range(-(-COLD_BYTES // num_bytes))]
             theirs = torch_copies(weights) if torch_too else []
@@ -184,14 +186,16 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(backend.num_threads)
-    peak, bandwidth = (per_second / 1e9 for per_second in measure_peaks(backend.team))
-    print(f"{backend.num_threads} threads: {peak:.1f} GFLOP/s float32, {bandwidth:.1f} GB/s read")
+    peaks = measure_peaks(backend.team)
+    for name, rate in peaks.operations.items():
+        print(f"{backend.num_threads} threads: {rate / 1e9:.1f} GFLOP/s {name}")
+    print(f"{peaks.bandwidth / 1e9:.1f} GB/s read from memory")
     if "launch" in args.only:
         bench_launch(backend)
     if "attention" in args.only:
-        bench_attention(backend, peak)
+        bench_attention(backend, peaks.operations["bfloat16"] / 1e9)
     if "linear" in args.only:
-        bench_linear(backend, peak, bandwidth, not args.no_torch)
+        bench_linear(backend, peaks, not args.no_torch)
     backend.close()
 
 

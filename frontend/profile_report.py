@@ -42,10 +42,9 @@ def profile_table(profile: Profile) -> Iterator[str]:
     """Yield one table for decode steps and one for those with prefill."""
     if profile.bandwidth:
         yield ""
-        yield (
-            f"this machine: {profile.flops / 1e9:.1f} GFLOP/s float32, "
-            f"{profile.bandwidth / 1e9:.1f} GB/s read from memory"
-        )
+        rates = [f"{rate / 1e9:.1f} GFLOP/s {name}" for name, rate in profile.operations.items()]
+        rates.append(f"{profile.bandwidth / 1e9:.1f} GB/s read from memory")
+        yield "this machine: " + ", ".join(rates)
     for kind in profile.kinds:
         yield ""
         yield f"{kind.kind} steps: {kind.steps}, {kind.total_ms / kind.steps:.2f} ms each"

@@ -13,7 +13,7 @@ number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -138,47 +138,73 @@ class KVCache:
         return num_layers * num_kv_heads * (numbers + scales)
 
 
+@dataclass(slots=True, frozen=True)
+class RMSNorm:
+    """``x / sqrt(mean(x**2) + eps) * weight`` along the last axis, ``weight`` float32 [K]."""
+
+    weight: Float32
+    eps: float
+
+
 class Linear(Protocol):
     """A weight matrix in the backend's own form, made by ``pack_linear``."""
 
     @property
     def out_features(self) -> int:
-        """N."""
+        """Columns of a product with it: N, or N / 2 where it is gated."""
 
     @property
     def in_features(self) -> int:
         """K."""
+
+    @property
+    def arithmetic(self) -> str:
+        """What products with it multiply: "float32", "bfloat16" or "int8"."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether it is a gate and an up matrix, see ``pack_linear``."""
+
+    @property
+    def input_dtype(self) -> np.dtype[Any]:
+        """In what an x that only products with it read is kept best: float32 or uint16."""
 
 
 class Backend(Protocol):
     """The operations a decoder consists of. ``out`` is overwritten and never aliases an input."""
 
     def pack_linear(
-        self, parts: Sequence[Stored], bias: Float32 | None = None, quantization: str = "none"
+        self,
+        parts: Sequence[Stored],
+        bias: Float32 | None = None,
+        quantization: str = "none",
+        gated: bool = False,
     ) -> Any:
         """Pack weights [N_i, K], stacked in the order given, for ``linear`` and ``embed``.
 
         The parts share K and dtype (float32, or uint16 for bfloat16) and may be read-only or
         memory-mapped; they are read once and not kept. ``bias`` is float32 [sum of N_i].
-        ``quantization`` is "none", "int8" (a scale for each output, activations as int16) or
-        "int4" (groups of 32 along K, activations rounded to int8).
-        ``ValueError`` when shapes or dtypes do not fit together.
+        ``quantization`` is "none", "int8" (a scale for each output) or "int4" (groups
+        of 32 along K); with both, activations are rounded to int8. ``gated`` says that the parts
+        are a gate and an up matrix of one size, of which ``linear`` is to return
+        ``silu(gate) * up``. ``ValueError`` when shapes or dtypes do not fit together.
         """
 
     def embed(self, ids: Int32, table: Any, out: Float32) -> None:
         """Write row ``ids[t]`` of a packed [V, K] matrix to ``out[t]``, [T, K]."""
 
-    def take_rows(self, x: Float32, index: Int32, out: Float32) -> None:
-        """``out[i] = x[index[i]]``: the rows that go on to the logits."""
+    def take_rows(self, x: Stored, index: Int32, out: Stored) -> None:
+        """``out[i] = x[index[i]]``: the rows that go on to the logits, of one dtype."""
 
-    def rms_norm(self, x: Float32, weight: Float32, eps: float, out: Float32) -> None:
-        """``out = x / sqrt(mean(x**2) + eps) * weight`` along the last axis, x [T, H].
+    def linear(
+        self, x: Stored, weight: Any, out: Stored, add: bool = False, norm: RMSNorm | None = None
+    ) -> None:
+        """``out = norm(x) @ W.T + bias``, or ``out += …`` with ``add``; x [T, K], out [T, N].
 
-        The residual stream needs no operation of its own: ``linear`` adds to it.
+        Gated weights have no ``add``, and ``out`` is [T, N / 2]: ``silu(gate) * up`` of the two
+        halves of the product. It may be uint16 for bfloat16, and so may what ``attention`` returns
+        and an x without a norm, where ``input_dtype`` of the weights that read it says so.
         """
-
-    def linear(self, x: Float32, weight: Any, out: Float32, add: bool = False) -> None:
-        """``out = x @ W.T + bias``, or ``out += x @ W.T + bias``; x [T, K], out [T, N]."""
 
     def rope_and_cache(
         self,
@@ -206,7 +232,7 @@ class Backend(Protocol):
         batch: RaggedBatch,
         scale: float,
         window: int,
-        out: Float32,
+        out: Stored,
     ) -> None:
         """Causal grouped-query attention of the q part of ``qkv`` over the cache.
 
@@ -214,11 +240,14 @@ class Backend(Protocol):
         ``max(0, p - window + 1)`` to p, or from 0 when ``window`` is 0. ``out`` [T, HQ * D].
         """
 
-    def silu_mul(self, gate_up: Float32, out: Float32) -> None:
-        """``out = silu(gate) * up``; ``gate_up`` [T, 2 I] holds gate then up, ``out`` [T, I]."""
-
-    def argmax(self, logits: Float32) -> Int32:
-        """Index of the first largest value of each row of [L, V]; a NaN counts as largest."""
-
     def log_softmax_stats(self, logits: Float32) -> tuple[Float32, Float32]:
         """Largest value, and log of the sum of exponentials, of each row of [L, V]."""
+
+    def record(self, operations: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that does what ``operations`` does, perhaps faster.
+
+        ``operations`` does nothing but call ``embed`` to ``attention`` of this backend, each time
+        with the same arrays, which live as long as the result and differ only in what they contain.
+        So a backend may call it once and replay what it was asked for; one that gains nothing by it
+        returns ``operations`` itself.
+        """

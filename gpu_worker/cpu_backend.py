@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from deepinfer.gpu_worker.backend import (
     KVCache,
     KVLayer,
     RaggedBatch,
+    RMSNorm,
     Stored,
 )
 from deepinfer.gpu_worker.kernels import (
@@ -26,40 +28,62 @@ from deepinfer.gpu_worker.kernels import (
     pack_int4,
     rope_cache,
 )
+from deepinfer.gpu_worker.kernels.arena import Arena
 from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam, default_num_threads
+from deepinfer.gpu_worker.kernels.micro_kernel import HAS_BF16_DOT
+from deepinfer.gpu_worker.kernels.recording import Recording
 
+_NO_NORM = RMSNorm(np.zeros(0, np.float32), 0.0)
 _NO_NORMS = np.zeros((2, 1), np.float32)
 
 
 @dataclass(slots=True, frozen=True)
 class PackedLinear:
-    """Weights as panels [ceil(N/16), K, 16] and a bias [ceil(N/16)*16], zero if none was given."""
+    """Weights as panels (see ``kernels.linear``) and a bias for each column, zero if not given."""
 
     panels: Stored
     bias: Float32
     out_features: int
     in_features: int
+    gated: bool
+
+    @property
+    def arithmetic(self) -> str:
+        """See ``backend.Linear``."""
+        return "float32" if self.panels.dtype == np.float32 else "bfloat16"
+
+    @property
+    def input_dtype(self) -> np.dtype[Any]:
+        """See ``backend.Linear``; an odd x would have to be copied to complete its last pair."""
+        pairs = HAS_BF16_DOT and self.in_features % 2 == 0
+        return self.panels.dtype if pairs else STORAGE["float32"]
 
 
 @dataclass(slots=True, frozen=True)
 class Int4Linear:
-    """Weights as blocks uint8 [ceil(N/16), ceil(K/32), 320] (``micro_kernel_int4``) and a bias."""
+    """Weights as uint8 blocks [P, ceil(K/32), …] (``micro_kernel_int4``) and a bias."""
 
+    arithmetic: ClassVar = "int8"
+    input_dtype: ClassVar = STORAGE["float32"]
     panels: Stored
     bias: Float32
     out_features: int
     in_features: int
+    gated: bool
 
 
 @dataclass(slots=True, frozen=True)
 class Int8Linear:
-    """Weights as int8 panels [ceil(N/16), K/4, 16, 4], K padded to 8, their scales and a bias."""
+    """Weights as uint8 panels [P, K/4, COLUMNS, 4] (``linear_int8``), their scales and a bias."""
 
+    arithmetic: ClassVar = "int8"
+    input_dtype: ClassVar = STORAGE["float32"]
     panels: Stored
     scales: Float32
     bias: Float32
     out_features: int
     in_features: int
+    gated: bool
 
 
 Packed = PackedLinear | Int8Linear | Int4Linear
@@ -69,7 +93,7 @@ class CpuBackend:
     """``Backend`` over numba kernels.
 
     ``num_threads`` is all cores of the process when None. One thread at a time should call it; a
-    second one is served correctly but without helpers.
+    second one is served correctly but without helpers, unless the first is recording.
     """
 
     name = "cpu"
@@ -78,6 +102,8 @@ class CpuBackend:
         self._team = ThreadTeam(num_threads or default_num_threads())
         self._control = self._team.control
         self.num_threads = self._team.num_threads
+        self._arena = Arena()
+        self._recording: Recording | None = None
 
     @property
     def team(self) -> ThreadTeam:
@@ -88,8 +114,28 @@ class CpuBackend:
         """End the helper threads; the backend then runs on the caller's thread alone."""
         self._team.close()
 
+    def record(self, operations: Callable[[], None]) -> Callable[[], None]:
+        """See ``Backend.record``; ``operations`` is called once, and nothing is computed yet."""
+        recording = self._recording = Recording()
+        try:
+            operations()
+        finally:
+            self._recording = None
+        return recording
+
+    def _launch(self, kernel: Any, *arguments: Any) -> None:
+        """Call a kernel, or take it down while recording."""
+        if self._recording is None:
+            kernel(*arguments)
+        else:
+            self._recording.add(kernel, arguments)
+
     def pack_linear(
-        self, parts: Sequence[Stored], bias: Float32 | None = None, quantization: str = "none"
+        self,
+        parts: Sequence[Stored],
+        bias: Float32 | None = None,
+        quantization: str = "none",
+        gated: bool = False,
     ) -> Packed:
         """See ``Backend.pack_linear``."""
         if not parts:
@@ -103,52 +149,64 @@ class CpuBackend:
                 )
         if first.dtype not in STORAGE.values():
             raise ValueError(f"weights must be float32 or bfloat16 as uint16, got {first.dtype}")
-        total = sum(part.shape[0] for part in parts)
-        padded = np.zeros(-(-total // LANES) * LANES, np.float32)
+        sizes = [part.shape[0] for part in parts]
+        if gated and (len(sizes) != 2 or sizes[0] != sizes[1]):
+            raise ValueError(f"gated weights are two matrices of one size, got {sizes} rows")
+        total = sum(sizes)
+        columns = linear.columns_of(sizes, gated)
+        # Whole panels of any format: of 16 columns, or of 32.
+        padded = np.zeros(-(-(columns[-1][-1] + 1) // (2 * LANES)) * 2 * LANES, np.float32)
         if bias is not None:
             if bias.shape != (total,):
                 raise ValueError(f"bias must have shape [{total}], got {list(bias.shape)}")
-            padded[:total] = bias
+            padded[np.concatenate(columns)] = bias
+        features = sizes[0] if gated else total, first.shape[1]
         if quantization == "int8":
-            panels, scales = linear_int8.packed(list(parts))
-            return Int8Linear(panels, scales, padded, total, first.shape[1])
+            panels, scales = linear_int8.packed(list(parts), columns, self._arena)
+            return Int8Linear(panels, scales, padded, *features, gated)
         if quantization == "int4":
-            panels = pack_int4.packed_int4(self._control, list(parts))
-            return Int4Linear(panels, padded, total, first.shape[1])
-        return PackedLinear(linear.packed(list(parts)), padded, total, first.shape[1])
+            panels = pack_int4.packed_int4(self._control, list(parts), columns, self._arena)
+            return Int4Linear(panels, padded, *features, gated)
+        panels = linear.packed(self._control, list(parts), columns, self._arena)
+        return PackedLinear(panels, padded, *features, gated)
 
     def embed(self, ids: Int32, table: Packed, out: Float32) -> None:
         """See ``Backend.embed``."""
         if isinstance(table, Int4Linear):
-            linear_int4.gather_rows_int4(table.panels, ids, out)
-            return
-        if isinstance(table, Int8Linear):
-            linear_int8.gather_rows(table.panels, table.scales, ids, out)
-            return
-        linear.gather_rows(table.panels, ids, out)
+            self._launch(linear_int4.gather_rows_int4, table.panels, ids, out)
+        elif isinstance(table, Int8Linear):
+            self._launch(linear_int8.gather_rows, table.panels, table.scales, ids, out)
+        else:
+            self._launch(linear.gather_rows, table.panels, ids, out)
 
-    def take_rows(self, x: Float32, index: Int32, out: Float32) -> None:
+    def take_rows(self, x: Stored, index: Int32, out: Stored) -> None:
         """See ``Backend.take_rows``."""
-        elementwise.take_rows(x, index, out)
+        self._launch(elementwise.take_rows, x, index, out)
 
-    def rms_norm(self, x: Float32, weight: Float32, eps: float, out: Float32) -> None:
-        """See ``Backend.rms_norm``."""
-        elementwise.rms_norm(self._control, x, weight, eps, out)
-
-    def linear(self, x: Float32, weight: Packed, out: Float32, add: bool = False) -> None:
+    def linear(
+        self,
+        x: Stored,
+        weight: Packed,
+        out: Stored,
+        add: bool = False,
+        norm: RMSNorm | None = None,
+    ) -> None:
         """See ``Backend.linear``."""
         # The kernels take sizes on trust; a wrong one would write outside the array.
         assert x.shape[1] == weight.in_features
         assert out.shape == (x.shape[0], weight.out_features)
+        assert x.dtype == np.float32 or (x.dtype == weight.input_dtype and norm is None)
+        assert weight.gated or out.dtype == np.float32
+        assert not (weight.gated and add)
+        norm = norm or _NO_NORM
+        before = self._control, x, norm.weight, norm.eps, weight.panels
+        after = weight.bias, weight.gated, out, add
         if isinstance(weight, Int4Linear):
-            linear_int4.linear_int4(self._control, x, weight.panels, weight.bias, out, add)
-            return
-        if isinstance(weight, Int8Linear):
-            linear_int8.linear(
-                self._control, x, weight.panels, weight.scales, weight.bias, out, add
-            )
-            return
-        linear.linear(self._control, x, weight.panels, weight.bias, out, add)
+            self._launch(linear_int4.linear_int4, *before, *after)
+        elif isinstance(weight, Int8Linear):
+            self._launch(linear_int8.linear, *before, weight.scales, *after)
+        else:
+            self._launch(linear.linear, *before, *after)
 
     def rope_and_cache(
         self,
@@ -163,7 +221,8 @@ class CpuBackend:
     ) -> None:
         """See ``Backend.rope_and_cache``."""
         normed = q_norm is not None and k_norm is not None
-        rope_cache.rope_and_cache(
+        self._launch(
+            rope_cache.rope_and_cache,
             self._control,
             qkv,
             layer.keys,
@@ -188,10 +247,11 @@ class CpuBackend:
         batch: RaggedBatch,
         scale: float,
         window: int,
-        out: Float32,
+        out: Stored,
     ) -> None:
         """See ``Backend.attention``."""
-        attention.attention(
+        self._launch(
+            attention.attention,
             self._control,
             qkv,
             layer.keys,
@@ -206,16 +266,6 @@ class CpuBackend:
             layer.block_size,
             out,
         )
-
-    def silu_mul(self, gate_up: Float32, out: Float32) -> None:
-        """See ``Backend.silu_mul``."""
-        elementwise.silu_mul(self._control, gate_up, out)
-
-    def argmax(self, logits: Float32) -> Int32:
-        """See ``Backend.argmax``."""
-        # numpy's own is vectorised and has exactly the promised semantics.
-        winners: Int32 = logits.argmax(axis=1).astype(np.int32)
-        return winners
 
     def log_softmax_stats(self, logits: Float32) -> tuple[Float32, Float32]:
         """See ``Backend.log_softmax_stats``."""
@@ -245,9 +295,12 @@ class CpuBackend:
         layer = KVCache(1, 1, LANES, 1, LANES, dtype).layers[0]
         self.embed(zero, weight, x)
         self.take_rows(x, zero, x.copy())
-        self.rms_norm(x, one, 1e-5, x.copy())
-        self.linear(x, weight, qkv, add=False)
+        self.linear(x, weight, qkv)
+        gate_up = self.pack_linear([np.zeros((LANES, LANES), storage)] * 2, gated=True)
+        activated = np.zeros((1, LANES), gate_up.input_dtype)
+        self.linear(x, gate_up, activated, norm=RMSNorm(one, 1e-5))
+        self.linear(activated, weight, qkv)
         self.rope_and_cache(qkv, layer, batch, angles, angles, one, one, 1e-5)
-        self.attention(qkv, layer, batch, 1.0, 0, x)
-        self.silu_mul(np.zeros((1, 2 * LANES), np.float32), x)
+        self.attention(qkv, layer, batch, 1.0, 0, activated)
+        self.take_rows(activated, zero, activated.copy())
         self.log_softmax_stats(x)

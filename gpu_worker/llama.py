@@ -7,6 +7,7 @@ differ in biases, per-head norms of q and k, and sliding windows, all of which i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,27 +21,52 @@ from deepinfer.gpu_worker.backend import (
     KVCache,
     KVLayer,
     RaggedBatch,
+    RMSNorm,
+    Stored,
 )
 from deepinfer.gpu_worker.loader import Checkpoint
 from deepinfer.gpu_worker.model_config import ModelConfig, ModelError, load_model_config
 from deepinfer.gpu_worker.rope import rope_tables
+from deepinfer.gpu_worker.weight_cache import WeightCache
 
 _WARM_UP_TOKENS = 40
+# Rows of a decode step up to which its operations are recorded: each number of rows is a recording
+# of its own, 8 KB a layer.
+_MOST_RECORDED_ROWS = 64
 
 
 @dataclass(slots=True)
 class Layer:
     """Weights of one layer, packed by the backend; ``q_norm`` and ``k_norm`` only for Qwen3."""
 
-    input_norm: Float32
+    input_norm: RMSNorm
     qkv: Any
     q_norm: Float32 | None
     k_norm: Float32 | None
     output: Any
-    post_attention_norm: Float32
+    post_attention_norm: RMSNorm
     gate_up: Any
     down: Any
     window: int
+
+
+@dataclass(slots=True)
+class Weights:
+    """All weights of a model, packed; ``head`` is ``None`` where it is the embedding."""
+
+    embedding: Any
+    layers: list[Layer]
+    final_norm: RMSNorm
+    head: Any
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """The recorded step of a number of rows with one token each: ``run`` reads ``batch``."""
+
+    batch: RaggedBatch
+    logits: Float32
+    run: Callable[[], None]
 
 
 class Model:
@@ -52,26 +78,29 @@ class Model:
 
     def __init__(
         self,
-        weights: _Weights,
+        config: ModelConfig,
+        backend: Backend,
+        weights: Weights,
+        dtype: str,
         max_model_len: int | None = None,
         kv_cache_dtype: str | None = None,
     ) -> None:
-        config = self.config = weights.config
-        self.backend = weights.backend
-        self.dtype = weights.dtype
+        self.config = config
+        self.backend = backend
+        self.dtype = dtype
         self.architecture = config.architecture
         self.vocab_size = config.vocab_size
         self.max_model_len = max_model_len or config.max_model_len
         self.eos_token_ids = config.eos_token_ids
-        self.embedding = weights.vocabulary_matrix("model.embed_tokens")
-        self.layers = [weights.layer(index) for index in range(config.num_layers)]
-        self.final_norm = weights.vector("model.norm.weight", config.hidden_size)
-        tied = config.tied_embeddings
-        self.head = self.embedding if tied else weights.vocabulary_matrix("lm_head")
+        self.embedding = weights.embedding
+        self.layers = weights.layers
+        self.final_norm = weights.final_norm
+        self.head = weights.embedding if weights.head is None else weights.head
         self.cos, self.sin = rope_tables(config.rope, config.head_dim, self.max_model_len)
         self.kv_dtype = kv_cache_dtype or self.dtype
         self.cache: KVCache | None = None
-        self._scratch: dict[str, Float32] = {}
+        self._scratch: dict[str, Stored] = {}
+        self._decode_steps: dict[tuple[int, int], DecodeStep] = {}
 
     @classmethod
     def load(
@@ -82,13 +111,15 @@ class Model:
         max_model_len: int | None = None,
         kv_cache_dtype: str | None = None,
         quantization: str = "none",
+        cache: WeightCache | None = None,
     ) -> Model:
         """Load a folder with config.json and safetensors weights.
 
         ``dtype`` ("float32" or "bfloat16") is what weights are kept in, and the KV cache as well
         unless ``kv_cache_dtype`` (one of these, or "int8") says otherwise. ``quantization`` is that
         of the matrices, see ``Backend.pack_linear``. ``max_model_len`` lowers the model's own
-        limit. Raises ``ModelError`` naming the file and the field or tensor when the folder cannot
+        limit. Packed weights come from ``cache`` where it has them, and go there where it has not.
+        Raises ``ModelError`` naming the file and the field or tensor when the folder cannot
         be served.
         """
         if dtype not in STORAGE:
@@ -100,16 +131,12 @@ class Model:
                 f"max_model_len must be between 1 and the model's {config.max_model_len}, "
                 f"got {max_model_len}"
             )
-        checkpoint = Checkpoint(folder)
-        weights = _Weights(checkpoint, config, backend, dtype, quantization)
-        model = cls(weights, max_model_len, kv_cache_dtype)
-        # Older exporters wrote these; both follow from config.json and the other tensors.
-        checkpoint.ignore(
-            "lm_head.weight",
-            *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)),
-        )
-        checkpoint.check_all_read()
-        return model
+        weights = cache.weights() if cache is not None else None
+        if weights is None:
+            weights = _Packing(Checkpoint(folder), config, backend, dtype, quantization).all()
+            if cache is not None:
+                cache.store(weights)
+        return cls(config, backend, weights, dtype, max_model_len, kv_cache_dtype)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that a KV block of ``block_size`` tokens takes over all layers."""
@@ -129,6 +156,7 @@ class Model:
             config.head_dim,
             self.kv_dtype,
         )
+        self._decode_steps.clear()
 
     @property
     def num_blocks(self) -> int:
@@ -138,9 +166,20 @@ class Model:
     def warm_up(self) -> None:
         """Run a prefill and a decode step, so that all that compiles has done so.
 
-        Writes to the cache's first blocks, so it comes before the first sequence.
+        Writes to the cache's first blocks, so it comes before the first sequence. One layer calls
+        every kernel; all of them would take half as long as loading the kernels does.
         """
         assert self.cache is not None, "attach_cache comes before warm_up"
+        layers, kv_layers = self.layers, self.cache.layers
+        self.layers, self.cache.layers = layers[-1:], kv_layers[-1:]
+        try:
+            self._warm_up()
+        finally:
+            self.layers, self.cache.layers = layers, kv_layers
+            self._decode_steps.clear()
+
+    def _warm_up(self) -> None:
+        assert self.cache is not None
         blocks = np.arange(self.cache.num_blocks, dtype=np.int32)[None, :_WARM_UP_TOKENS]
         longest = min(_WARM_UP_TOKENS, blocks.size * self.cache.block_size, self.max_model_len)
         for tokens in (longest, 1):
@@ -163,6 +202,42 @@ class Model:
         Returns float32 ``[len(batch.logit_index), vocab_size]``. The array is the model's own
         scratch: the caller may change it, and the next ``forward`` overwrites it.
         """
+        rows = len(batch.slots)
+        if len(batch.token_ids) == len(batch.logit_index) == rows <= _MOST_RECORDED_ROWS:
+            return self._decode(batch)
+        logits = self._buffer("logits", len(batch.logit_index), self.vocab_size)
+        self._compute(batch, logits)
+        return logits
+
+    def _decode(self, batch: RaggedBatch) -> Float32:
+        """Run one token a row, all with logits, by the operations recorded for so many rows."""
+        tables = batch.block_tables[batch.slots]
+        step = self._decode_steps.get(tables.shape)
+        if step is None:
+            step = self._decode_steps[tables.shape] = self._record(*tables.shape)
+        step.batch.token_ids[:] = batch.token_ids
+        step.batch.positions[:] = batch.positions
+        step.batch.lengths[:] = batch.lengths
+        step.batch.block_tables[:] = tables
+        step.run()
+        return step.logits
+
+    def _record(self, rows: int, table_width: int) -> DecodeStep:
+        batch = RaggedBatch(
+            token_ids=np.zeros(rows, np.int32),
+            positions=np.zeros(rows, np.int32),
+            q_start=np.arange(rows + 1, dtype=np.int32),
+            slots=np.arange(rows, dtype=np.int32),
+            lengths=np.ones(rows, np.int32),
+            block_tables=np.zeros((rows, table_width), np.int32),
+            logit_index=np.arange(rows, dtype=np.int32),
+        )
+        logits = self._buffer("logits", rows, self.vocab_size)
+        run = self.backend.record(lambda: self._compute(batch, logits))
+        return DecodeStep(batch, logits, run)
+
+    def _compute(self, batch: RaggedBatch, logits: Float32) -> None:
+        """All operations of a step, from token ids to ``logits``."""
         assert self.cache is not None, "attach_cache comes before forward"
         hidden = self._buffer("hidden", len(batch.token_ids), self.config.hidden_size)
         self.backend.embed(batch.token_ids, self.embedding, hidden)
@@ -175,55 +250,49 @@ class Model:
                 attended = self._take(batch, attended, "wanted_attended")
             self.backend.linear(attended, layer.output, hidden, add=True)
             self._feed_forward(layer, hidden)
-        logits = self._buffer("logits", len(hidden), self.vocab_size)
-        self.backend.linear(self._norm(hidden, self.final_norm), self.head, logits)
-        return logits
+        self.backend.linear(hidden, self.head, logits, norm=self.final_norm)
 
-    def _attend(self, layer: Layer, kv: KVLayer, batch: RaggedBatch, hidden: Float32) -> Float32:
+    def _attend(self, layer: Layer, kv: KVLayer, batch: RaggedBatch, hidden: Float32) -> Stored:
         """Attention of every token over the cache, ``[T, HQ * D]``, before the output matrix."""
         config, backend, tokens = self.config, self.backend, len(hidden)
         heads = config.num_heads + 2 * config.num_kv_heads
         qkv = self._buffer("qkv", tokens, heads * config.head_dim)
-        backend.linear(self._norm(hidden, layer.input_norm), layer.qkv, qkv)
+        backend.linear(hidden, layer.qkv, qkv, norm=layer.input_norm)
         backend.rope_and_cache(
             qkv, kv, batch, self.cos, self.sin, layer.q_norm, layer.k_norm, config.norm_eps
         )
-        attended = self._buffer("attended", tokens, config.num_heads * config.head_dim)
+        columns, dtype = config.num_heads * config.head_dim, layer.output.input_dtype
+        attended = self._buffer("attended", tokens, columns, dtype)
         backend.attention(qkv, kv, batch, config.head_dim**-0.5, layer.window, attended)
         return attended
 
     def _feed_forward(self, layer: Layer, hidden: Float32) -> None:
         """Add ``down(silu(gate(x)) * up(x))`` of the normed ``hidden`` to ``hidden``."""
-        backend, tokens, width = self.backend, len(hidden), self.config.intermediate_size
-        gate_up = self._buffer("gate_up", tokens, 2 * width)
-        backend.linear(self._norm(hidden, layer.post_attention_norm), layer.gate_up, gate_up)
-        activated = self._buffer("activated", tokens, width)
-        backend.silu_mul(gate_up, activated)
-        backend.linear(activated, layer.down, hidden, add=True)
+        width, dtype = self.config.intermediate_size, layer.down.input_dtype
+        activated = self._buffer("activated", len(hidden), width, dtype)
+        self.backend.linear(hidden, layer.gate_up, activated, norm=layer.post_attention_norm)
+        self.backend.linear(activated, layer.down, hidden, add=True)
 
-    def _norm(self, hidden: Float32, weight: Float32) -> Float32:
-        normed = self._buffer("normed", len(hidden), self.config.hidden_size)
-        self.backend.rms_norm(hidden, weight, self.config.norm_eps, normed)
-        return normed
-
-    def _take(self, batch: RaggedBatch, rows: Float32, name: str) -> Float32:
-        taken = self._buffer(name, len(batch.logit_index), rows.shape[1])
+    def _take(self, batch: RaggedBatch, rows: Stored, name: str) -> Stored:
+        taken = self._buffer(name, len(batch.logit_index), rows.shape[1], rows.dtype)
         self.backend.take_rows(rows, batch.logit_index, taken)
         return taken
 
-    def _buffer(self, name: str, rows: int, columns: int) -> Float32:
-        """Uninitialised float32 ``[rows, columns]`` that lasts until the name is asked for again.
+    def _buffer(self, name: str, rows: int, columns: int, dtype: Any = np.float32) -> Stored:
+        """Uninitialised ``[rows, columns]`` that lasts until the name is asked for again.
 
         Buffers grow to the largest step seen and are then reused: fresh arrays of this size would
         come from the system zeroed page by page, at every step.
         """
         array = self._scratch.get(name)
         if array is None or len(array) < rows:
-            array = self._scratch[name] = np.empty((rows, columns), np.float32)
+            # What was recorded still works, but would keep the smaller buffer beside this one.
+            self._decode_steps.clear()
+            array = self._scratch[name] = np.empty((rows, columns), dtype)
         return array[:rows]
 
 
-class _Weights:
+class _Packing:
     """Picks the tensors of each part of the model out of a checkpoint and packs them."""
 
     def __init__(
@@ -240,13 +309,30 @@ class _Weights:
         self.dtype = dtype
         self.quantization = quantization
 
-    def layer(self, index: int) -> Layer:
+    def all(self) -> Weights:
+        """Pack everything; ``ModelError`` when a tensor is missing, or is none of the model's."""
+        config = self.config
+        weights = Weights(
+            embedding=self._vocabulary_matrix("model.embed_tokens"),
+            layers=[self._layer(index) for index in range(config.num_layers)],
+            final_norm=self._norm("model.norm"),
+            head=None if config.tied_embeddings else self._vocabulary_matrix("lm_head"),
+        )
+        # Older exporters wrote these; both follow from config.json and the other tensors.
+        self.checkpoint.ignore(
+            "lm_head.weight",
+            *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)),
+        )
+        self.checkpoint.check_all_read()
+        return weights
+
+    def _layer(self, index: int) -> Layer:
         config, hidden, head_dim = self.config, self.config.hidden_size, self.config.head_dim
         queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
         layer = f"model.layers.{index}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
         return Layer(
-            input_norm=self.vector(f"{layer}.input_layernorm.weight", hidden),
+            input_norm=self._norm(f"{layer}.input_layernorm"),
             qkv=self._linear(
                 {
                     f"{attention}.q_proj": queries,
@@ -256,10 +342,10 @@ class _Weights:
                 hidden,
                 config.qkv_bias,
             ),
-            q_norm=self.vector(f"{attention}.q_norm.weight", head_dim) if config.qk_norm else None,
-            k_norm=self.vector(f"{attention}.k_norm.weight", head_dim) if config.qk_norm else None,
+            q_norm=self._vector(f"{attention}.q_norm.weight", head_dim) if config.qk_norm else None,
+            k_norm=self._vector(f"{attention}.k_norm.weight", head_dim) if config.qk_norm else None,
             output=self._linear({f"{attention}.o_proj": hidden}, queries, config.output_bias),
-            post_attention_norm=self.vector(f"{layer}.post_attention_layernorm.weight", hidden),
+            post_attention_norm=self._norm(f"{layer}.post_attention_layernorm"),
             gate_up=self._linear(
                 {
                     f"{mlp}.gate_proj": config.intermediate_size,
@@ -267,6 +353,7 @@ class _Weights:
                 },
                 hidden,
                 config.mlp_bias,
+                gated=True,
             ),
             down=self._linear(
                 {f"{mlp}.down_proj": hidden}, config.intermediate_size, config.mlp_bias
@@ -274,7 +361,7 @@ class _Weights:
             window=config.windows[index],
         )
 
-    def vocabulary_matrix(self, name: str) -> Any:
+    def _vocabulary_matrix(self, name: str) -> Any:
         """A [vocab_size, hidden_size] matrix: the embedding table or the output head.
 
         In int8 where the others are in int4: files in Q4_1 have more bits here, too, and on
@@ -283,10 +370,16 @@ class _Weights:
         """
         quantization = "int8" if self.quantization == "int4" else self.quantization
         return self._linear(
-            {name: self.config.vocab_size}, self.config.hidden_size, False, quantization
+            {name: self.config.vocab_size}, self.config.hidden_size, False, False, quantization
         )
 
-    def vector(self, name: str, length: int) -> Float32:
+    def _norm(self, name: str) -> RMSNorm:
+        """The RMSNorm of that name over the hidden size."""
+        return RMSNorm(
+            self._vector(f"{name}.weight", self.config.hidden_size), self.config.norm_eps
+        )
+
+    def _vector(self, name: str, length: int) -> Float32:
         """A norm weight or bias; these stay float32 in every run dtype, as activations do.
 
         Copied, so that no small tensor keeps the whole file mapped.
@@ -294,10 +387,15 @@ class _Weights:
         return np.array(self.checkpoint.weight(name, (length,), "float32"))
 
     def _linear(
-        self, parts: dict[str, int], columns: int, bias: bool, quantization: str | None = None
+        self,
+        parts: dict[str, int],
+        columns: int,
+        bias: bool,
+        gated: bool = False,
+        quantization: str | None = None,
     ) -> Any:
         """Pack the named matrices, with the rows given for each, below one another."""
-        biases = [self.vector(f"{name}.bias", rows) for name, rows in parts.items() if bias]
+        biases = [self._vector(f"{name}.bias", rows) for name, rows in parts.items() if bias]
         return self.backend.pack_linear(
             [
                 self.checkpoint.weight(f"{name}.weight", (rows, columns), self.dtype)
@@ -305,4 +403,5 @@ class _Weights:
             ],
             np.concatenate(biases) if biases else None,
             quantization or self.quantization,
+            gated,
         )

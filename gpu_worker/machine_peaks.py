@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from deepinfer.gpu_worker.kernels.byte_dot import HOST, Dot
 from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam, fork_join
+from deepinfer.gpu_worker.kernels.micro_kernel import HAS_BF16_DOT, emit_dot
 from deepinfer.gpu_worker.kernels.vectors import (
     LANES,
+    VECTOR,
+    VECTOR_I32,
     add16,
-    fma16,
+    emit_fma,
+    float32x16,
     load16,
     splat16,
     store16,
@@ -23,6 +28,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
 
 # numba comes after the kernels' settings.
 from numba import njit  # isort: skip
+from numba.extending import intrinsic  # isort: skip
 
 COLD_BYTES = 160 << 20
 """More than the caches hold."""
@@ -31,33 +37,71 @@ _UNIT_FLOATS = 16384
 
 
 class Peaks(NamedTuple):
-    """Of all threads together: float32 operations a second, and bytes a second from memory."""
+    """Of all threads together: operations a second by what they multiply, "float32", "bfloat16" or
+    "int8", and bytes a second from memory.
 
-    flops: float
+    Where a machine has no instruction that sums products of a kind, its rate is that of float32.
+    """
+
+    operations: dict[str, float]
     bandwidth: float
 
 
-NOT_MEASURED = Peaks(0.0, 0.0)
+NOT_MEASURED = Peaks({}, 0.0)
 
 
-@njit(nogil=True)
-def _multiply_add(arguments, unit):
-    rounds, out = arguments
-    factor, term = splat16(np.float32(1.0000001)), splat16(np.float32(1e-9))
-    a = b = c = d = e = f = factor
-    for _ in range(rounds):
-        a = fma16(a, factor, term)
-        b = fma16(b, factor, term)
-        c = fma16(c, factor, term)
-        d = fma16(d, factor, term)
-        e = fma16(e, factor, term)
-        f = fma16(f, factor, term)
-    store16(out, unit * LANES, add16(add16(add16(a, b), add16(c, d)), add16(e, f)))
+def _summing(emit: Any) -> Any:
+    """An intrinsic that adds products of the bits of ``x``, whatever they are, to ``total``."""
+
+    @intrinsic
+    def dot(typingctx, total, x):
+        def codegen(context, builder, signature, args):
+            return emit(builder, *args)
+
+        return float32x16(float32x16, float32x16), codegen
+
+    return dot
 
 
-@njit(nogil=True)
-def _multiply_add_all(control, rounds, out, units):
-    fork_join(control, _multiply_add, (rounds, out), units)
+def _emit_pairs(builder: Any, total: Any, x: Any) -> Any:
+    pairs = builder.bitcast(x, VECTOR_I32)
+    return emit_dot(builder, total, pairs, pairs)
+
+
+def _emit_bytes(builder: Any, total: Any, x: Any) -> Any:
+    dot = Dot(builder, HOST, bits=8)
+    four = builder.bitcast(x, dot.bytes)
+    (total,) = dot.add([builder.bitcast(total, VECTOR_I32)], [four], four)
+    return builder.bitcast(total, VECTOR)
+
+
+def _rounds_of(step: Any) -> Any:
+    """A loop of all threads over ``total = step(total, 1)``, in six chains at once."""
+
+    @njit(nogil=True)
+    def chains(arguments, unit):
+        rounds, out = arguments
+        one = splat16(np.float32(1))
+        a = b = c = d = e = f = one
+        for _ in range(rounds):
+            a = step(a, one)
+            b = step(b, one)
+            c = step(c, one)
+            d = step(d, one)
+            e = step(e, one)
+            f = step(f, one)
+        store16(out, unit * LANES, add16(add16(add16(a, b), add16(c, d)), add16(e, f)))
+
+    @njit(nogil=True)
+    def run(control, rounds, out, units):
+        fork_join(control, chains, (rounds, out), units)
+
+    return run
+
+
+_multiply_adds = _rounds_of(_summing(lambda builder, total, x: emit_fma(builder, x, x, total)))
+_bfloat16_dots = _rounds_of(_summing(_emit_pairs))
+_int8_dots = _rounds_of(_summing(_emit_bytes))
 
 
 @njit(nogil=True)
@@ -98,9 +142,20 @@ def measure_peaks(team: ThreadTeam) -> Peaks:
     out = np.zeros(4096 * LANES, np.float32)
     units = 8 * team.num_threads
     control = team.control
-    (duration,) = best_of(lambda i: _multiply_add_all(control, _ROUNDS, out, units))
-    flops = units * _ROUNDS * 6 * 2 * LANES / duration
+    vectors = units * _ROUNDS * 6
+
+    def rate(loop: Any, products: int) -> float:
+        """Operations a second of a loop over vectors of so many products and as many sums."""
+        (duration,) = best_of(lambda i: loop(control, _ROUNDS, out, units))
+        return vectors * 2 * products / duration
+
+    float32 = rate(_multiply_adds, LANES)
+    operations = {
+        "float32": float32,
+        "bfloat16": rate(_bfloat16_dots, 2 * LANES) if HAS_BF16_DOT else float32,
+        "int8": rate(_int8_dots, 4 * LANES) if HOST == "vnni" else float32,
+    }
     data = np.ones(COLD_BYTES // 4, np.float32)
     pieces = len(data) // _UNIT_FLOATS
     (duration,) = best_of(lambda i: _read_all(control, data, _UNIT_FLOATS, out, pieces))
-    return Peaks(flops, data.nbytes / duration)
+    return Peaks(operations, data.nbytes / duration)

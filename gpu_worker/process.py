@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -44,7 +45,6 @@ class LoadedModel(NamedTuple):
 
     model: Any
     num_blocks: int
-    argmax: Callable[[Any], Any] | None = None
     team: Any = None
     """Threads that sampling may use (see ``kernels.fork_join``)."""
     profile: Any = None
@@ -64,11 +64,16 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
     if args.worker_cpus is not None:
         # Before threads start and memory is touched: both stay where they begin.
         _stay_on(cpu_set(args.worker_cpus))
-    from deepinfer.gpu_worker.backend import Backend
-    from deepinfer.gpu_worker.cpu_backend import CpuBackend
-    from deepinfer.gpu_worker.llama import Model
+    from deepinfer.gpu_worker.weight_cache import WeightCache
 
     dtype = "bfloat16" if args.dtype == "auto" else args.dtype
+    # It reads while the imports below take their time.
+    cache = WeightCache(args.model, dtype, args.quantization) if args.weight_cache else None
+    from deepinfer.gpu_worker.backend import Backend
+    from deepinfer.gpu_worker.cpu_backend import CpuBackend
+    from deepinfer.gpu_worker.kernels.settings import remove_unused
+    from deepinfer.gpu_worker.llama import Model
+
     clock.lap("import")
     cpu = CpuBackend(num_threads=args.num_threads)
     backend: Backend = cpu
@@ -81,7 +86,9 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
         backend = ProfilingBackend(cpu, profile)
         clock.lap("peaks")
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-    model = Model.load(args.model, backend, dtype, args.max_model_len, kv_dtype, args.quantization)
+    model = Model.load(
+        args.model, backend, dtype, args.max_model_len, kv_dtype, args.quantization, cache
+    )
     if profile is not None:
         profile.name_weights(model)
     clock.lap("load")
@@ -90,8 +97,9 @@ def load_cpu_model(args: EngineArgs, phases: dict[str, float]) -> LoadedModel:
     clock.lap("cache")
     with _compile_notice():
         model.warm_up()
+    remove_unused()
     clock.lap("compile")
-    return LoadedModel(model, num_blocks, cpu.argmax, cpu.team, profile)
+    return LoadedModel(model, num_blocks, cpu.team, profile)
 
 
 def _stay_on(cores: set[int]) -> None:
@@ -108,8 +116,8 @@ def _stay_on(cores: set[int]) -> None:
 def _compile_notice() -> Iterator[None]:
     """Tell whoever waits what takes so long, if it does."""
     text = (
-        "deepinfer: compiling kernels for this machine; only the first start does, "
-        "it takes about a minute"
+        "deepinfer: compiling kernels for this machine and these dtypes; the first start with them "
+        "takes about a minute"
     )
     notice = threading.Timer(_COMPILE_NOTICE_S, lambda: print(text, file=sys.stderr, flush=True))
     notice.daemon = True
@@ -176,11 +184,23 @@ class WorkerProcess:
         self._actor.close()
 
     def _load(self) -> WorkerReady:
-        from deepinfer.gpu_worker.runner import Runner
+        # Numba's modules and the compiled kernels are objects that stay: looking through them again
+        # and again is an eighth of the imports' time, and takes 30 ms whenever it happens later.
+        gc.disable()
+        try:
+            return self._load_untracked()
+        finally:
+            gc.freeze()
+            gc.enable()
 
+    def _load_untracked(self) -> WorkerReady:
         args = self._config.args
         phases: dict[str, float] = {}
-        model, num_blocks, argmax, team, profile = self._load_model(args, phases)
+        model, num_blocks, team, profile = self._load_model(args, phases)
+        clock = _PhaseClock(phases)
+        # Late: it imports numba, and the loading of a model has something to do meanwhile.
+        from deepinfer.gpu_worker.runner import Runner
+
         make_runner: Callable[..., Runner] = Runner
         if self._recorder is not None:
             from deepinfer.gpu_worker.profile import ProfilingRunner, StepProfile
@@ -193,10 +213,10 @@ class WorkerProcess:
             num_blocks=num_blocks,
             block_size=args.block_size,
             eos_token_ids=model.eos_token_ids,
-            argmax=argmax,
             team=team,
         )
         self._runner.warm_up()
+        clock.lap("sampling")
         return WorkerReady(
             vocab_size=model.vocab_size,
             eos_token_ids=list(model.eos_token_ids),

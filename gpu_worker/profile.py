@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from deepinfer.gpu_worker.backend import Backend, Float32, Int32, KVLayer, RaggedBatch
+from deepinfer.gpu_worker.backend import (
+    Backend,
+    Float32,
+    Int32,
+    KVLayer,
+    RaggedBatch,
+    RMSNorm,
+    Stored,
+)
 from deepinfer.gpu_worker.machine_peaks import NOT_MEASURED, Peaks
 from deepinfer.gpu_worker.runner import Index, Runner
 from deepinfer.wire.columns import unpack_int32
@@ -58,14 +67,24 @@ class StepProfile:
         return self._weights.get(id(weight)) or ("linear", packed_bytes(weight))
 
     def call(
-        self, name: str, started_ns: int, ended_ns: int, moved_bytes: float, operations: float
+        self,
+        name: str,
+        started_ns: int,
+        ended_ns: int,
+        moved_bytes: float,
+        operations: float,
+        arithmetic: str = "float32",
     ) -> None:
-        """Count a call; times are ``time.monotonic_ns``. What passed since is the profile's own."""
+        """Count a call; times are ``time.monotonic_ns``. What passed since is the profile's own.
+
+        ``arithmetic`` is what the operations multiply, a key of ``Peaks.operations``.
+        """
         if self.recorder is None:
             return
         floor_s = 0.0
         if self.peaks.bandwidth:
-            floor_s = max(moved_bytes / self.peaks.bandwidth, operations / self.peaks.flops)
+            peak = self.peaks.operations[arithmetic]
+            floor_s = max(moved_bytes / self.peaks.bandwidth, operations / peak)
         self._add(name, ended_ns - started_ns, floor_s)
         self.recorder.span(name, started_ns, ended_ns, {})
         done_ns = time.monotonic_ns()
@@ -100,7 +119,7 @@ class StepProfile:
                 part.share = part.total_ms / total
             if self._steps[kind]:
                 kinds.append(StepKind(kind, self._steps[kind], total, parts))
-        return Profile(self.peaks.flops, self.peaks.bandwidth, kinds)
+        return Profile(self.peaks.operations, self.peaks.bandwidth, kinds)
 
     def _add(self, name: str, duration_ns: int, floor_s: float) -> None:
         parts = self._parts[self._kind]
@@ -128,6 +147,10 @@ class ProfilingBackend:
         # What packs weights, and what only sampling calls: sampling is timed as a whole.
         return getattr(self._backend, name)
 
+    def record(self, operations: Callable[[], None]) -> Callable[[], None]:
+        """See ``Backend.record``; a replay could not be timed operation by operation."""
+        return operations
+
     def embed(self, ids: Int32, table: Any, out: Float32) -> None:
         """See ``Backend.embed``."""
         started = time.monotonic_ns()
@@ -136,28 +159,24 @@ class ProfilingBackend:
         row_bytes = self._profile.weight(table)[1] / table.out_features
         self._profile.call("embed", started, ended, len(ids) * row_bytes + out.nbytes, 0)
 
-    def take_rows(self, x: Float32, index: Int32, out: Float32) -> None:
+    def take_rows(self, x: Stored, index: Int32, out: Stored) -> None:
         """See ``Backend.take_rows``."""
         started = time.monotonic_ns()
         self._backend.take_rows(x, index, out)
         ended = time.monotonic_ns()
         self._profile.call("take_rows", started, ended, 2 * out.nbytes, 0)
 
-    def rms_norm(self, x: Float32, weight: Float32, eps: float, out: Float32) -> None:
-        """See ``Backend.rms_norm``."""
+    def linear(
+        self, x: Stored, weight: Any, out: Stored, add: bool = False, norm: RMSNorm | None = None
+    ) -> None:
+        """See ``Backend.linear``; a norm or a gate is counted with the product it is part of."""
         started = time.monotonic_ns()
-        self._backend.rms_norm(x, weight, eps, out)
-        ended = time.monotonic_ns()
-        self._profile.call("rms_norm", started, ended, 2 * x.nbytes + weight.nbytes, 4 * x.size)
-
-    def linear(self, x: Float32, weight: Any, out: Float32, add: bool = False) -> None:
-        """See ``Backend.linear``."""
-        started = time.monotonic_ns()
-        self._backend.linear(x, weight, out, add)
+        self._backend.linear(x, weight, out, add, norm)
         ended = time.monotonic_ns()
         role, weight_bytes = self._profile.weight(weight)
         moved = weight_bytes + x.nbytes + (2 if add else 1) * out.nbytes
-        self._profile.call(role, started, ended, moved, 2 * x.shape[1] * out.size)
+        operations = 2 * x.shape[1] * out.size * (2 if weight.gated else 1)
+        self._profile.call(role, started, ended, moved, operations, weight.arithmetic)
 
     def rope_and_cache(
         self,
@@ -190,7 +209,7 @@ class ProfilingBackend:
         batch: RaggedBatch,
         scale: float,
         window: int,
-        out: Float32,
+        out: Stored,
     ) -> None:
         """See ``Backend.attention``."""
         started = time.monotonic_ns()
@@ -205,14 +224,8 @@ class ProfilingBackend:
         moved = int(held.sum()) * _token_bytes(layer) + 2 * out.nbytes
         # A product with each key and one with each value.
         operations = 4 * out.shape[1] * int(seen.sum())
-        self._profile.call("attention", started, ended, moved, operations)
-
-    def silu_mul(self, gate_up: Float32, out: Float32) -> None:
-        """See ``Backend.silu_mul``."""
-        started = time.monotonic_ns()
-        self._backend.silu_mul(gate_up, out)
-        ended = time.monotonic_ns()
-        self._profile.call("silu_mul", started, ended, gate_up.nbytes + out.nbytes, 4 * out.size)
+        arithmetic = "float32" if layer.keys.dtype == np.float32 else "bfloat16"
+        self._profile.call("attention", started, ended, moved, operations, arithmetic)
 
 
 def _token_bytes(layer: KVLayer) -> int:

@@ -9,7 +9,7 @@ void there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -62,7 +62,7 @@ class Runner:
 
     ``max_model_len`` and ``num_blocks * block_size`` both bound the tokens of a sequence.
     ``eos_token_ids`` are only banned (for ``min_tokens``) here; the scheduler decides what ends.
-    ``argmax`` and ``team`` are the backend's, see ``Sampler``.
+    ``team`` is the backend's, see ``Sampler``.
     """
 
     def __init__(
@@ -74,13 +74,12 @@ class Runner:
         num_blocks: int,
         block_size: int,
         eos_token_ids: Iterable[int] = (),
-        argmax: Callable[[Float32], npt.NDArray[np.integer]] | None = None,
         team: ThreadTeam | None = None,
     ) -> None:
         self._model = model
         self._team = team or ThreadTeam(1)
         self._table = SlotTable(max_num_seqs, max_model_len, num_blocks, block_size)
-        self._sampler = Sampler(model.vocab_size, eos_token_ids, max_num_seqs, argmax, self._team)
+        self._sampler = Sampler(model.vocab_size, eos_token_ids, max_num_seqs, self._team)
         # Slot to (how many, the first prompt position that is still wanted).
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
         self._step = -1
@@ -154,10 +153,11 @@ class Runner:
     ) -> None:
         """Run the model over decode rows and chunks, and sample where all tokens are computed."""
         table = self._table
+        if not len(chunk_slots):
+            self._decode(result)
+            return
         decode = table.decode_rows()
         slots = np.concatenate([decode, chunk_slots])
-        if not len(slots):
-            return
         counts = np.concatenate([np.ones(len(decode), np.int32), chunk_counts])
         samples = table.computed[slots] + counts == table.length[slots]
         asks = samples.copy()
@@ -175,6 +175,15 @@ class Runner:
         chosen = samples[asks]
         self._sample(slots[samples], logits if chosen.all() else logits[chosen], result)
 
+    def _decode(self, result: StepResult) -> None:
+        """Run the model over the decode rows alone: most steps have no others."""
+        rows = self._table.decode_batch()
+        if not len(rows.slots):
+            return
+        logits = self._model.forward(rows.batch)
+        self._table.computed[rows.slots] = rows.batch.lengths
+        self._sample(rows.slots, logits, result)
+
     def _sample(self, slots: Index, logits: Float32, result: StepResult) -> None:
         """Sample, append and report one token for each slot, or its failure."""
         if not len(slots):
@@ -191,8 +200,7 @@ class Runner:
             going_on = np.delete(np.arange(len(slots)), list(sampled.failed))
             slots, tokens = slots[going_on], tokens[going_on]
         table.append(slots, tokens)
-        result.slots = pack_int32(slots)
-        result.epochs = pack_int32(table.epoch[slots])
+        result.slots, result.epochs = table.columns(slots)
         result.tokens = pack_int32(tokens)
 
     def _compute_prompt_logprobs(

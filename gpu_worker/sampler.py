@@ -55,9 +55,8 @@ class Sampled:
 class Sampler:
     """The sampling parameters of every slot, as columns, and the choice of tokens by them.
 
-    ``argmax`` takes float32 [S, V] and returns the index of the first largest value of each row, a
-    NaN counting as largest; a backend that has a faster one passes it. ``team``: the threads that
-    share the work, which the backend has already; the calling thread alone when not given.
+    ``team``: the threads that share the work, which the backend has already; the calling thread
+    alone when not given.
     """
 
     def __init__(
@@ -65,14 +64,14 @@ class Sampler:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         max_num_seqs: int,
-        argmax: Callable[[Float32], npt.NDArray[np.integer]] | None = None,
         team: ThreadTeam | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         # An EOS id that only the tokenizer knows can never be sampled, so there is none to ban.
         self._eos_token_ids = [i for i in eos_token_ids if 0 <= i < vocab_size]
-        self._argmax = argmax or (lambda logits: np.argmax(logits, axis=-1))
         self._team = team or ThreadTeam(1)
+        # Slots that want more than the largest logit: most steps have none.
+        self._special: set[int] = set()
         self._random = np.zeros(max_num_seqs, np.bool_)
         self._temperature = np.ones(max_num_seqs, np.float64)
         self._top_k = np.zeros(max_num_seqs, np.int64)
@@ -90,6 +89,7 @@ class Sampler:
         """Compile the kernels, or load them from their cache."""
         logits = np.zeros((1, self._vocab_size), np.float32)
         rows = np.zeros(1, np.int64)
+        self._largest(logits)
         self._draw(logits, rows, logits[:, 0], rows, rows)
         token_logprobs(self._team.control, logits, rows, rows)
 
@@ -117,12 +117,16 @@ class Sampler:
             self._golden_until[slot] = len(params.golden_token_ids)
         if params.logprobs is not None:
             self._num_logprobs[slot] = min(params.logprobs, self._vocab_size)
+        plain = params.greedy and params.logprobs is None
+        if not plain or slot in self._rules or slot in self._golden:
+            self._special.add(slot)
 
     def release(self, slot: int) -> None:
         """Forget the parameters of ``slot``."""
         self._random[slot] = False
         self._rules_until[slot] = self._golden_until[slot] = 0
         self._num_logprobs[slot] = -1
+        self._special.discard(slot)
         self._rules.pop(slot, None)
         self._golden.pop(slot, None)
 
@@ -141,13 +145,16 @@ class Sampler:
 
         A row that cannot get a token is reported in ``failed``; the others are not affected.
         """
+        if self._special.isdisjoint(slots.tolist()):
+            tokens, _, finite = self._largest(logits)
+            if finite:
+                return Sampled(tokens)
         asked = np.flatnonzero(self._num_logprobs[slots] >= 0)
         raw = logits[asked]
         golden = num_outputs < self._golden_until[slots]
         ruled = np.flatnonzero((num_outputs < self._rules_until[slots]) & ~golden)
         failed = self._apply_rules(logits, slots, ruled, history)
-        tokens = self._argmax(logits).astype(np.int32, copy=False)
-        peaks = logits[np.arange(len(tokens)), tokens]
+        tokens, peaks, _ = self._largest(logits)
         failing = ~np.isfinite(peaks)
         for row in np.flatnonzero(failing).tolist():
             banned = peaks[row] == -np.inf and row in ruled
@@ -163,6 +170,12 @@ class Sampler:
             self._team.control, raw, tokens[asked], self._num_logprobs[slots[asked]]
         )
         return Sampled(tokens, failed, dict(zip(asked.tolist(), found, strict=True)))
+
+    def _largest(self, logits: Float32) -> tuple[Int32, Float32, bool]:
+        """Each row's token of the largest logit, that logit, and whether all these are finite."""
+        tokens, peaks = np.empty(len(logits), np.int32), np.empty(len(logits), np.float32)
+        finite = sampling.largest(self._team.control, logits, tokens, peaks)
+        return tokens, peaks, finite
 
     def _apply_rules(
         self,

@@ -8,11 +8,13 @@ never of a request, and after it the two tables can no longer be assumed equal.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from deepinfer.gpu_worker.backend import RaggedBatch
-from deepinfer.wire.columns import Int32, unpack_int32
+from deepinfer.wire.columns import Int32, pack_int32, unpack_int32
 from deepinfer.wire.steps import RowAdmit
 
 Index = npt.NDArray[np.integer]
@@ -20,6 +22,21 @@ Index = npt.NDArray[np.integer]
 
 class PlanError(Exception):
     """A step plan that cannot be executed; fatal for the worker."""
+
+
+_NONE = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class DecodeRows:
+    """The rows of a step that has no chunks, and their slots and epochs as they travel.
+
+    Whoever has this very ``slots`` array means exactly these rows.
+    """
+
+    slots: Index
+    batch: RaggedBatch
+    columns: tuple[bytes, bytes]
 
 
 class SlotTable:
@@ -41,6 +58,8 @@ class SlotTable:
         self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_held = np.zeros(max_num_seqs, np.int32)
         """Blocks in the slot's block table."""
+        self.room = np.zeros(max_num_seqs, np.int32)
+        """Tokens the slot may have now: its blocks hold no more, or no sequence may."""
         self.length = np.zeros(max_num_seqs, np.int32)
         """Tokens known: prompt and outputs."""
         self.computed = np.zeros(max_num_seqs, np.int32)
@@ -52,15 +71,19 @@ class SlotTable:
         """All known tokens but the newest are computed: the row takes part in every step."""
         self.dead = np.zeros(max_num_seqs, np.bool_)
         """The row failed: it waits for its release and takes part in nothing."""
+        self._decode_rows: DecodeRows | None = None
 
     def release(self, column: bytes) -> list[int]:
         """Empty slots; return them."""
+        if not column:
+            return []
         slots = self._slots("released", _column("released", column))
         released: list[int] = slots.tolist()
         for slot in released:
             if not self.occupied[slot]:
                 raise PlanError(f"released slot {slot} is empty")
             self.occupied[slot] = self.decoding[slot] = self.dead[slot] = False
+        self._decode_rows = None
         return released
 
     def admit(self, row: RowAdmit) -> None:
@@ -82,7 +105,7 @@ class SlotTable:
         self._check_blocks(blocks)
         self.pool[slot, : len(tokens)] = tokens
         self.block_tables[slot, : len(blocks)] = blocks
-        self.num_held[slot] = len(blocks)
+        self._hold(slot, len(blocks))
         self.length[slot] = len(tokens)
         self.computed[slot] = row.num_cached
         self.num_prompt[slot] = row.num_prompt
@@ -100,11 +123,13 @@ class SlotTable:
             if (held >= self.block_tables.shape[1]).any():
                 raise PlanError(f"grown: a slot of {chosen.tolist()} has a full block table")
             self.block_tables[chosen, held] = blocks[first]
-            self.num_held[chosen] += 1
+            self._hold(chosen, held + 1)
             slots, blocks = np.delete(slots, first), np.delete(blocks, first)
 
     def chunks(self, column: bytes) -> tuple[Index, Index]:
         """Return slots and lengths of the chunks to compute; those of dead rows are left out."""
+        if not column:
+            return _NONE, _NONE
         slots, counts = self._pairs("chunks", column)
         if len(np.unique(slots)) != len(slots):
             raise PlanError(f"chunks: a slot is named twice in {slots.tolist()}")
@@ -121,13 +146,23 @@ class SlotTable:
     def decode_rows(self) -> Index:
         """Return the slots that take part with their newest token, ascending."""
         slots = np.flatnonzero(self.decoding)
-        short = self.length[slots] > self.num_held[slots] * self.block_size
-        if short.any():
-            raise PlanError(f"decode rows without a block for a token: {slots[short].tolist()}")
-        full = self.length[slots] > self.max_len
-        if full.any():
-            raise PlanError(f"decode rows past {self.max_len} tokens: {slots[full].tolist()}")
+        self._check_room(slots, self.length[slots])
         return slots
+
+    def decode_batch(self) -> DecodeRows:
+        """Return all decode rows as a batch. It is overwritten when they get their tokens.
+
+        While no row comes or goes it is the one before, one position on: making it anew costs a
+        tenth of a millisecond between two steps, when no core computes.
+        """
+        rows = self._decode_rows
+        if rows is None:
+            slots = self.decode_rows()
+            batch = self.batch(slots, np.ones(len(slots), np.int32))
+            rows = self._decode_rows = DecodeRows(slots, batch, self.columns(slots))
+        else:
+            self._check_room(rows.slots, rows.batch.lengths)
+        return rows
 
     def batch(self, slots: Index, counts: Index, wanted: Index | None = None) -> RaggedBatch:
         """Return the batch in which slot ``slots[r]`` computes its next ``counts[r]`` tokens.
@@ -152,18 +187,47 @@ class SlotTable:
 
     def append(self, slots: Index, tokens: Int32) -> None:
         """Add one sampled token to each slot, which decodes from the next step on."""
-        self.pool[slots, self.length[slots]] = tokens
-        self.length[slots] += 1
-        self.decoding[slots] = True
+        lengths = self.length[slots]
+        self.pool[slots, lengths] = tokens
+        lengths += 1
+        self.length[slots] = lengths
+        rows = self._decode_rows
+        if rows is not None and slots is rows.slots:
+            batch = rows.batch
+            batch.token_ids[:] = tokens
+            batch.positions += 1
+            batch.lengths[:] = lengths
+        else:
+            self.decoding[slots] = True
+            self._decode_rows = None
+
+    def columns(self, slots: Index) -> tuple[bytes, bytes]:
+        """Return slots and their epochs as they travel."""
+        rows = self._decode_rows
+        if rows is not None and slots is rows.slots:
+            return rows.columns
+        return pack_int32(slots), pack_int32(self.epoch[slots])
 
     def bury(self, slot: int) -> None:
         """Take a failed row out of all steps until it is released."""
         self.decoding[slot] = False
         self.dead[slot] = True
+        self._decode_rows = None
 
     def tokens(self, slot: int) -> Int32:
         """Return all known tokens of a slot, a view."""
         return self.pool[slot, : self.length[slot]]
+
+    def _hold(self, slots: Index | int, num_blocks: Index | int) -> None:
+        self.num_held[slots] = num_blocks
+        self.room[slots] = np.minimum(num_blocks * self.block_size, self.max_len)
+
+    def _check_room(self, slots: Index, lengths: Int32) -> None:
+        short = lengths > self.room[slots]
+        if short.any():
+            full = (lengths > self.max_len).any()
+            what = f"past {self.max_len} tokens" if full else "without a block for a token"
+            raise PlanError(f"decode rows {what}: {slots[short].tolist()}")
 
     def _slots(self, name: str, slots: Index) -> Index:
         outside = (slots < 0) | (slots >= len(self.occupied))

@@ -9,12 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.gpu_worker.backend import KVCache, RaggedBatch
+from deepinfer.gpu_worker.backend import KVCache, RaggedBatch, RMSNorm
 from deepinfer.gpu_worker.cpu_backend import CpuBackend
+from deepinfer.gpu_worker.kernels import attention, attention_units, micro_kernel
 from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam
+from deepinfer.gpu_worker.kernels.micro_kernel import HAS_BF16_DOT, make_tiles
+
+from numba import njit  # isort: skip  (after the kernels' settings)
 
 DTYPES = ("float32", "bfloat16")
 CACHE_DTYPES = (*DTYPES, "int8")
+# dtypes of queries and weights beside a cache.
+OPERANDS = {
+    "float32": (np.float32,),
+    "bfloat16": (np.float32, np.uint16),
+    "int8": (np.float32, np.uint16),
+}
 BACKEND = CpuBackend(2)
 ALONE = CpuBackend(1)
 
@@ -33,6 +43,11 @@ def widened(values: np.ndarray) -> np.ndarray:
     if values.dtype == np.uint16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float64)
+
+
+def operand(x: np.ndarray, dtype: str) -> np.ndarray:
+    """``x`` as a product with weights of ``dtype`` takes it, in float64."""
+    return widened(stored(x, dtype if HAS_BF16_DOT else "float32"))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -54,15 +69,55 @@ def test_linear_is_the_matrix_product(shape, dtype, biased, add):
     cut = width // 3
     parts = [weights[:cut], weights[cut:]] if cut else [weights]
     packed = BACKEND.pack_linear(parts, bias if biased else None)
-    expected = x.astype(np.float64) @ widened(weights).T + bias * biased + out * add
+    expected = operand(x, dtype) @ widened(weights).T + bias * biased + out * add
     BACKEND.linear(x, packed, out, add=add)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-5)
+
+
+SHAPES = [(1, 1), (1, 4), (2, 2), (3, 1), (5, 1), (6, 4)]
+
+
+@pytest.mark.parametrize("native", [False, HAS_BF16_DOT])
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype"),
+    [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+)
+def test_tiles_of_every_kind_sum_products(x_dtype, w_dtype, native):
+    """Both ways to multiply bfloat16, whichever of them this machine would choose."""
+    tiles = make_tiles(SHAPES, native)
+
+    @njit
+    def run(x, w, out, start, add, shape):
+        depth = x.shape[1]
+        tiles(
+            x, 0, depth, w, 0, w[0].size, depth, out, 0, out.shape[1], 64, 32, start, 0, 0, add,
+            shape,
+        )  # fmt: skip
+
+    rng = np.random.default_rng(0)
+    for depth in (2, 6, 50):
+        x = stored(normal(rng, 6, depth), x_dtype)
+        weights = stored(normal(rng, 64, depth), w_dtype)
+        start = normal(rng, 64)
+        panels = BACKEND.pack_linear([weights]).panels
+        for shape, (rows, count) in enumerate(SHAPES):
+            for add in (False, True):
+                before = normal(rng, 6, 64)
+                out = before.copy()
+                run(x, panels, out, start, add, shape)
+                expected = widened(x) @ widened(weights).T + start + before * add
+                columns = 16 * count
+                np.testing.assert_allclose(
+                    out[:rows, :columns], expected[:rows, :columns], rtol=1e-5, atol=2e-5
+                )
+                np.testing.assert_array_equal(out[rows:], before[rows:])
+                np.testing.assert_array_equal(out[:, columns:], before[:, columns:])
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.integers(2, 200),
-    depth=st.one_of(st.integers(1, 90), st.integers(380, 390)),
+    depth=st.one_of(st.integers(1, 90), st.integers(1530, 1545)),
     width=st.integers(1, 150),
     dtype=st.sampled_from(DTYPES),
     add=st.booleans(),
@@ -91,7 +146,7 @@ def test_many_rows_are_cut_into_chunks_and_blocks_without_a_trace(dtype, add):
     weights = stored(normal(rng, width, depth), dtype)
     packed = BACKEND.pack_linear([weights], bias)
     alone = together.copy()
-    expected = x.astype(np.float64) @ widened(weights).T + bias + together * add
+    expected = operand(x, dtype) @ widened(weights).T + bias + together * add
     BACKEND.linear(x, packed, together, add=add)
     np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-4)
     for row in range(rows):
@@ -140,38 +195,101 @@ def test_weights_that_do_not_fit_together_are_refused(parts, bias, word):
         BACKEND.pack_linear(parts, bias)
 
 
-# ---- row-wise operations ------------------------------------------------------------------------
+def test_a_gate_has_an_up_matrix_of_its_size():
+    parts = [np.ones((2, 3), np.float32), np.ones((4, 3), np.float32)]
+    with pytest.raises(ValueError, match="gated"):
+        BACKEND.pack_linear(parts, gated=True)
+
+
+# ---- what stands around a product ---------------------------------------------------------------
+
+FORMATS = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4"))
+
+
+def silu_mul(gate_up: np.ndarray) -> np.ndarray:
+    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
+    with np.errstate(over="ignore"):
+        return gate / (1 + np.exp(-gate)) * up
+
+
+def identity(size: int):
+    return BACKEND.pack_linear([np.eye(size, dtype=np.float32)])
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.integers(1, 13), width=st.integers(1, 200))
-def test_rms_norm_is_its_formula_and_each_row_its_own(rows, width):
+@given(rows=st.integers(1, 130), width=st.integers(1, 200))
+def test_a_norm_is_its_formula_and_each_row_its_own(rows, width):
     rng = np.random.default_rng(width)
-    x, weight, out = normal(rng, rows, width), normal(rng, width), normal(rng, rows, width)
-    BACKEND.rms_norm(x, weight, 1e-5, out)
+    x, out, packed = normal(rng, rows, width), normal(rng, rows, width), identity(width)
+    norm = RMSNorm(normal(rng, width), 1e-5)
+    BACKEND.linear(x, packed, out, norm=norm)
     wide = x.astype(np.float64)
-    expected = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * weight
+    expected = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * norm.weight
     np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
     one = np.empty((1, width), np.float32)
-    for row in range(rows):
-        ALONE.rms_norm(x[row : row + 1], weight, 1e-5, one)
+    for row in range(0, rows, 7):
+        ALONE.linear(x[row : row + 1], packed, one, norm=norm)
         assert one.tobytes() == out[row].tobytes()
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.integers(1, 13), width=st.integers(1, 200), spread=st.sampled_from((1, 30, 1000)))
-def test_silu_mul_is_its_formula_also_where_the_exponential_overflows(rows, width, spread):
+@given(rows=st.integers(1, 13), width=st.integers(1, 100), spread=st.sampled_from((1, 30, 1000)))
+def test_a_gate_is_its_formula_also_where_the_exponential_overflows(rows, width, spread):
     rng = np.random.default_rng(width)
     gate_up, out = normal(rng, rows, 2 * width) * spread, normal(rng, rows, width)
-    BACKEND.silu_mul(gate_up, out)
-    gate, up = gate_up.astype(np.float64)[:, :width], gate_up.astype(np.float64)[:, width:]
-    with np.errstate(over="ignore"):
-        expected = gate / (1 + np.exp(-gate)) * up
-    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-30)
-    one = np.empty((1, width), np.float32)
-    for row in range(rows):
-        BACKEND.silu_mul(gate_up[row : row + 1], one)
-        assert one.tobytes() == out[row].tobytes()
+    parts = np.split(np.eye(2 * width, dtype=np.float32), 2)
+    BACKEND.linear(gate_up, BACKEND.pack_linear(parts, gated=True), out)
+    np.testing.assert_allclose(out, silu_mul(gate_up), rtol=1e-6, atol=1e-30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, 150),
+    depth=st.one_of(st.integers(1, 90), st.integers(1530, 1545)),
+    width=st.integers(1, 150),
+    stored_as=st.sampled_from(FORMATS),
+    row=st.integers(0, 149),
+)
+def test_norm_and_gate_are_the_same_within_a_product_as_around_it(
+    rows, depth, width, stored_as, row
+):
+    dtype, quantization = stored_as
+    rng = np.random.default_rng(rows * depth * width)
+    x, bias, norm = normal(rng, rows, depth), normal(rng, 2 * width), RMSNorm(normal(rng, depth), 1)
+    parts = np.split(stored(normal(rng, 2 * width, depth), dtype), 2)
+    normed, both = np.empty_like(x), np.empty((rows, 2 * width), np.float32)
+    BACKEND.linear(x, identity(depth), normed, norm=norm)
+    BACKEND.linear(normed, BACKEND.pack_linear(parts, bias, quantization), both)
+    packed = BACKEND.pack_linear(parts, bias, quantization, gated=True)
+    guarded = np.full((rows + 2, width), 7.0, np.float32)
+    out = guarded[1:-1]
+    BACKEND.linear(x, packed, out, norm=norm)
+    np.testing.assert_allclose(out, silu_mul(both), rtol=1e-6, atol=1e-30)
+    assert (guarded[[0, -1]] == 7).all()
+    row %= rows
+    alone = np.empty((1, width), np.float32)
+    ALONE.linear(x[row : row + 1], packed, alone, norm=norm)
+    assert alone.tobytes() == out[row].tobytes()
+    if stored_as == ("bfloat16", "none"):
+        halves = np.empty((rows, width), np.uint16)
+        BACKEND.linear(x, packed, halves, norm=norm)
+        assert (halves == stored(out, "bfloat16")).all()
+
+
+@pytest.mark.parametrize("depth", [33, 64])
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
+def test_x_may_have_the_dtype_that_weights_prefer(dtype, quantization, depth):
+    rng = np.random.default_rng(0)
+    packed = BACKEND.pack_linear([stored(normal(rng, 40, depth), dtype)], None, quantization)
+    kept = "bfloat16" if packed.input_dtype == np.uint16 else "float32"
+    x = stored(normal(rng, 50, depth), kept)
+    out, expected = np.empty((2, 50, 40), np.float32)
+    BACKEND.linear(x, packed, out)
+    BACKEND.linear(widened(x).astype(np.float32), packed, expected)
+    assert out.tobytes() == expected.tobytes()
+
+
+# ---- row-wise operations ------------------------------------------------------------------------
 
 
 def test_log_softmax_stats_match_float64_also_with_banned_tokens():
@@ -184,12 +302,6 @@ def test_log_softmax_stats_match_float64_also_with_banned_tokens():
     assert (largest == logits.max(1)).all()
     expected = wide.max(1) + np.log(np.exp(wide - wide.max(1, keepdims=True)).sum(1))
     np.testing.assert_allclose(log_sum, expected, rtol=1e-6)
-
-
-def test_argmax_takes_the_first_of_equals():
-    logits = np.array([[1, 3, 3, 0], [2, 2, 2, 2]], np.float32)
-    assert BACKEND.argmax(logits).tolist() == [1, 0]
-    assert BACKEND.argmax(logits).dtype == np.int32
 
 
 # ---- attention ----------------------------------------------------------------------------------
@@ -232,8 +344,11 @@ class Sequences:
         layer.values[..., : self.dim] = stale
         return layer
 
-    def step(self, backend, layer, chunks, window=0):
-        """Feed ``chunks`` (sequence, first, last); return each chunk's attention output."""
+    def step(self, backend, layer, chunks, window=0, operands=None, out_dtype=np.float32):
+        """Feed ``chunks`` (sequence, first, last); return each chunk's attention output.
+
+        ``operands`` is the dtype of queries and weights, if not the one that suits this machine.
+        """
         counts = [last - first for _, first, last in chunks]
         batch = RaggedBatch(
             token_ids=np.zeros(sum(counts), np.int32),
@@ -246,8 +361,15 @@ class Sequences:
         )
         qkv = np.concatenate([self.qkv[s][a:b] for s, a, b in chunks])
         backend.rope_and_cache(qkv, layer, batch, self.cos, self.sin, *self.norms, 1e-6)
-        out = np.full((len(qkv), self.heads * self.dim), np.nan, np.float32)
-        backend.attention(qkv, layer, batch, self.dim**-0.5, window, out)
+        out = np.full((len(qkv), self.heads * self.dim), 0x7FC0, out_dtype)
+        if operands is None:
+            backend.attention(qkv, layer, batch, self.dim**-0.5, window, out)
+        else:
+            attention.attention_by(
+                backend.team.control, qkv, layer.keys, layer.values, layer.scales,
+                batch.positions, batch.q_start, batch.slots, batch.block_tables,
+                self.dim**-0.5, window, layer.block_size, np.empty(0, operands), out,
+            )  # fmt: skip
         return np.split(out, np.cumsum(counts)[:-1])
 
     def reference(self, s, window=0):
@@ -285,10 +407,45 @@ class Sequences:
 @pytest.mark.parametrize("window", [0, 1, 37])
 def test_attention_matches_float64(dtype, block_size, heads, kv_heads, dim, window):
     case = Sequences(3, [150, 1, 33], heads, kv_heads, dim, block_size, dtype, normed=dim == 128)
-    outs = case.step(BACKEND, case.new_layer(), [(0, 0, 150), (1, 0, 1), (2, 0, 33)], window)
-    tolerance = 2e-5 if dtype == "float32" else 2e-2
-    for s, out in enumerate(outs):
-        np.testing.assert_allclose(out, case.reference(s, window), atol=tolerance, rtol=tolerance)
+    chunks = [(0, 0, 150), (1, 0, 1), (2, 0, 33)]
+    expected = [case.reference(s, window) for s, _, _ in chunks]
+    for operands in OPERANDS[dtype]:
+        outs = case.step(BACKEND, case.new_layer(), chunks, window, operands)
+        # Elements whose rounding to int8 is a matter of the last bit may differ.
+        exact = operands == np.float32 and dtype != "int8"
+        tolerance = 2e-5 if exact else 2e-2
+        for s, out in enumerate(outs):
+            np.testing.assert_allclose(out, expected[s], atol=tolerance, rtol=tolerance)
+
+
+def test_scratch_of_any_block_size_holds_what_is_written_behind_the_weights():
+    """Spans of block sizes like 33 are no whole vectors; 13 elements too few ended workers."""
+    for block_size in range(1, 300):
+        span = attention_units.span_of.py_func(block_size)
+        assert span % block_size == 0
+        groups_end = span - block_size + (block_size - 1) // 16 * 16 + 16
+        zeros_end = -(-span // 16) * 16 + 16
+        assert attention.row_stride.py_func(span) >= max(groups_end, zeros_end)
+
+
+def test_scores_far_below_zero_still_have_weights():
+    case = Sequences(0, [3], 1, 1, 16, 16, "float32")
+    case.cos[:], case.sin[:] = 1, 0
+    case.qkv[0][:, :16], case.qkv[0][:, 16:32] = 1e16, -1e14
+    (out,) = case.step(BACKEND, case.new_layer(), [(0, 0, 3)])
+    values = case.qkv[0][:, 32:].astype(np.float64)
+    expected = np.cumsum(values, axis=0) / np.arange(1, 4)[:, None]
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_this_machine_rounds_queries_and_weights_only_if_it_multiplies_pairs_of_bfloat16():
+    case = Sequences(3, [150], 9, 3, 64, 16, "bfloat16")
+    own, exact, rounded = (
+        case.step(BACKEND, case.new_layer(), [(0, 0, 150)], 0, operands)[0]
+        for operands in (None, np.float32, np.uint16)
+    )
+    assert own.tobytes() == (rounded if micro_kernel.HAS_BF16_DOT else exact).tobytes()
+    assert rounded.tobytes() != exact.tobytes()
 
 
 @settings(max_examples=80, deadline=None)
@@ -302,10 +459,12 @@ def test_attention_matches_float64(dtype, block_size, heads, kv_heads, dim, wind
 def test_attention_is_bitwise_the_same_in_any_cut_and_company(
     data, block_size, shape, dtype, window
 ):
+    operands = data.draw(st.sampled_from(OPERANDS[dtype]))
     lengths = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=4))
     case = Sequences(len(lengths), lengths, *shape, block_size, dtype, normed=shape[1] == 3)
     whole = [
-        case.step(ALONE, case.new_layer(), [(s, 0, n)], window)[0] for s, n in enumerate(lengths)
+        case.step(ALONE, case.new_layer(), [(s, 0, n)], window, operands)[0]
+        for s, n in enumerate(lengths)
     ]
     layer = case.new_layer()
     done = [0] * len(lengths)
@@ -318,10 +477,20 @@ def test_attention_is_bitwise_the_same_in_any_cut_and_company(
             elif done[0] >= lengths[0] and done[s] < length:
                 chunks.append((s, done[s], length))
         for (s, first, last), out in zip(
-            chunks, case.step(BACKEND, layer, chunks, window), strict=True
+            chunks, case.step(BACKEND, layer, chunks, window, operands), strict=True
         ):
             assert out.tobytes() == whole[s][first:last].tobytes()
             done[s] = last
+
+
+@pytest.mark.parametrize("dim", [64, 40])
+def test_attention_rounds_its_result_to_what_a_product_takes(dim):
+    case = Sequences(3, [90, 20], 4, 2, dim, 16, "bfloat16")
+    chunks = [(0, 0, 90), (1, 0, 20)]
+    exact = case.step(BACKEND, case.new_layer(), chunks)
+    rounded = case.step(BACKEND, case.new_layer(), chunks, out_dtype=np.uint16)
+    for x, y in zip(exact, rounded, strict=True):
+        assert y.tobytes() == stored(x, "bfloat16").tobytes()
 
 
 def test_a_batch_takes_arrays_of_any_layout_and_keeps_those_that_fit():
@@ -346,16 +515,25 @@ def test_the_cache_takes_the_bytes_it_says():
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("part", ["key", "value"])
-def test_what_is_not_finite_shows_in_all_that_see_it_and_nowhere_else(dtype, bad, part):
+@pytest.mark.parametrize(("chunk", "window"), [(40, 0), (40, 9), (3, 0), (3, 9), (1, 9)])
+def test_what_is_not_finite_shows_in_all_that_see_it_and_nowhere_else(
+    dtype, bad, part, chunk, window
+):
     case = Sequences(5, [40, 40], 4, 2, 32, 16, dtype)
     at = (4 if part == "key" else 6) * 32
     case.qkv[0][20, at + 3] = bad
-    hit, spared = case.step(BACKEND, case.new_layer(), [(0, 0, 40), (1, 0, 40)])
-    seen = hit.reshape(40, 4, 32)[20:, :2]
+    layer, hits, spared = case.new_layer(), [], []
+    for first in range(0, 40, chunk):
+        last = min(40, first + chunk)
+        outs = case.step(BACKEND, layer, [(0, first, last), (1, first, last)], window)
+        hits.append(outs[0])
+        spared.append(outs[1])
+    hit = np.concatenate(hits).reshape(40, 4, 32)
+    end = 20 + window if window else 40
     if dtype == "int8" or np.isnan(bad):
-        assert np.isnan(seen).any(-1).all()
-    assert np.isfinite(hit[:20]).all() and np.isfinite(spared).all()
-    assert np.isfinite(hit.reshape(40, 4, 32)[:, 2:]).all()
+        assert np.isnan(hit[20:end, :2]).any(-1).all()
+    assert np.isfinite(hit[:20]).all() and np.isfinite(hit[end:]).all()
+    assert np.isfinite(hit[:, 2:]).all() and np.isfinite(np.concatenate(spared)).all()
 
 
 def test_an_int8_cache_keeps_vectors_of_zeros_and_of_tiny_numbers():
@@ -413,8 +591,6 @@ def test_after_warm_up_nothing_is_compiled(dtype):
     kernels = [
         linear.linear,
         linear.gather_rows,
-        elementwise.rms_norm,
-        elementwise.silu_mul,
         elementwise.take_rows,
         elementwise.softmax_stats,
         rope_cache.rope_and_cache,
@@ -432,8 +608,11 @@ def test_after_warm_up_nothing_is_compiled(dtype):
     packed = BACKEND.pack_linear([weights[:100], weights[100:]], np.zeros(256, np.float32))
     BACKEND.embed(np.zeros(7, np.int32), packed, scratch[:7])
     BACKEND.linear(scratch[:7], packed, np.zeros((64, 256), np.float32)[:7], add=True)
-    BACKEND.rms_norm(scratch[:7], np.ones(256, np.float32), 1e-6, scratch[7:14])
-    BACKEND.silu_mul(scratch[:7], np.zeros((7, 128), np.float32))
+    gate_up = BACKEND.pack_linear([weights[:128], weights[128:]], gated=True)
+    activated = np.zeros((7, 128), gate_up.input_dtype)
+    BACKEND.linear(scratch[:7], gate_up, activated, norm=RMSNorm(np.ones(256, np.float32), 1e-6))
+    down = BACKEND.pack_linear([weights[:, :128]])
+    BACKEND.linear(activated, down, scratch[:7], add=True)
     BACKEND.take_rows(scratch[:7], np.zeros(2, np.int32), scratch[7:9])
     BACKEND.log_softmax_stats(scratch[:3])
     assert [len(kernel.signatures) for kernel in kernels] == before

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llvmlite import ir
 
 from deepinfer.gpu_worker.cpu_backend import CpuBackend
-from deepinfer.gpu_worker.kernels import micro_kernel_int4
-from deepinfer.gpu_worker.kernels.micro_kernel_int4 import Dot, emit_half, lowering_for, make_tile
+from deepinfer.gpu_worker.kernels.byte_dot import lowerings_of
+from deepinfer.gpu_worker.kernels.byte_product import COLUMNS
+from deepinfer.gpu_worker.kernels.micro_kernel_int4 import emit_half, make_tile
 from deepinfer.gpu_worker.kernels.vectors import emit_pointer, float32x16, store16
 
 # numba comes after the kernels' settings.
@@ -20,7 +20,7 @@ from numba.extending import intrinsic  # isort: skip
 
 BACKEND = CpuBackend(2)
 ALONE = CpuBackend(1)
-LOWERINGS = sorted({"generic", micro_kernel_int4._HOST})
+LOWERINGS = lowerings_of(llvm.get_host_cpu_features())
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -35,12 +35,12 @@ def bfloat16(values: np.ndarray) -> np.ndarray:
 def unpacked(panels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes int32 [N, G, 32], and scales and minima float32 [N, G], N padded to a panel."""
     count, groups, _ = panels.shape
-    both = panels[..., :256].reshape(count, groups, 4, 16, 4)
+    both = panels[..., : 16 * COLUMNS].reshape(count, groups, 4, COLUMNS, 4)
     codes = np.stack((both & 15, both >> 4), axis=4)  # panel, group, run, column, half, i
     codes = codes.transpose(0, 3, 1, 2, 4, 5).reshape(-1, groups, 32).astype(np.int32)
-    halves = np.ascontiguousarray(panels[..., 256:]).view(np.float16).astype(np.float32)
-    halves = halves.reshape(count, groups, 2, 16).transpose(2, 0, 3, 1).reshape(2, -1, groups)
-    return codes, halves[0], halves[1]
+    halves = np.ascontiguousarray(panels[..., 16 * COLUMNS :]).view(np.float16).astype(np.float32)
+    halves = halves.reshape(count, groups, 2, COLUMNS).transpose(2, 0, 3, 1)
+    return codes, *halves.reshape(2, -1, groups)
 
 
 def dequantised(packed) -> np.ndarray:
@@ -65,7 +65,7 @@ def reference(x: np.ndarray, packed) -> np.ndarray:
     s = largest / np.float32(127)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
     xq = np.rint(padded * inverse[..., None]).astype(np.int32)
-    out = np.tile(packed.bias, (len(x), 1))
+    out = np.tile(packed.bias[: len(codes)], (len(x), 1))
     for g in range(codes.shape[1]):
         dot = (xq[:, g] @ codes[:, g].T).astype(np.float32) * s[:, g, None]
         total = xq[:, g].sum(-1).astype(np.float32) * s[:, g]
@@ -243,23 +243,26 @@ def test_weights_that_float16_cannot_hold_are_refused(bad):
 # ---- instructions -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_this_machines_instructions_give_the_bits_of_plain_arithmetic(rows):
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (4, 16), (6, 32)])
+def test_this_machines_instructions_give_the_bits_of_plain_arithmetic(rows, columns):
     rng = np.random.default_rng(7)
-    packed = BACKEND.pack_linear([normal(rng, 16, 96)], normal(rng, 16), "int4")
+    weights = rng.integers(0, 256, (3, 20 * columns)).astype(np.uint8)
+    halves = normal(rng, 3, 2 * columns).astype(np.float16)
+    weights[:, 16 * columns :] = halves.view(np.uint8)
     blocks = np.empty((rows, 3, 40), np.uint8)
     blocks[..., :32] = rng.integers(-127, 128, (rows, 3, 32)).astype(np.int8).view(np.uint8)
     blocks[..., 32:] = normal(rng, rows, 3, 2).view(np.uint8).reshape(rows, 3, 8)
+    bias = normal(rng, columns)
     results = {}
     for lowering in LOWERINGS:
-        tile = make_tile(rows, lowering)
+        tile = make_tile(columns, lowering)
 
         @njit
-        def compute(x, w, out, bias, tile=tile):
-            tile(x, 0, 120, w, 0, 0, 3, out, 0, 16, bias, 0, False)
+        def compute(x, w, bias, out, tile=tile):
+            tile(x, 0, 120, w, 0, 3, 0, 64, bias, 0, out, 0, columns, False, rows)
 
-        out = np.empty((rows, 16), np.float32)
-        compute(blocks, packed.panels, out, packed.bias)
+        out = np.empty((rows, columns), np.float32)
+        compute(blocks, weights, bias, out)
         results[lowering] = out.tobytes()
     assert len(set(results.values())) == 1
 
@@ -283,41 +286,3 @@ def test_float16_is_widened_the_same_with_and_without_an_instruction():
     out = np.empty(len(bits), np.float32)
     widen_all(bits.view(np.uint8), out)
     assert out.tobytes() == bits.view(np.float16).astype(np.float32).tobytes()
-
-
-@pytest.mark.parametrize(
-    ("lowering", "cpu", "instruction"),
-    [("vnni", "sapphirerapids", "vpdpbusd"), ("avx2", "haswell", "vpmaddubsw")],
-)
-def test_the_inner_loop_becomes_the_instruction_it_was_written_for(lowering, cpu, instruction):
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    module = ir.Module()
-    byte = ir.IntType(8).as_pointer()
-    result = ir.VectorType(ir.IntType(32), 16)
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [byte] * 3), "dot")
-    builder = ir.IRBuilder(function.append_basic_block())
-    dot = Dot(builder, lowering)
-    low, high = dot.codes(function.args[0])
-    four = dot.activations(function.args[1])
-    total = dot.end(dot.add(dot.add(dot.begin(), low, four), high, four))
-    builder.store(total, builder.bitcast(function.args[2], result.as_pointer()), align=1)
-    builder.ret_void()
-    target = llvm.Target.from_triple("x86_64-unknown-linux-gnu")
-    assembly = target.create_target_machine(cpu=cpu, opt=3).emit_assembly(
-        llvm.parse_assembly(str(module))
-    )
-    assert instruction in assembly
-
-
-@pytest.mark.parametrize(
-    ("features", "lowering"),
-    [
-        ({"avx2": True, "avx512vnni": True, "avx512bw": True, "avx512vl": True}, "vnni"),
-        ({"avx2": True, "avx512bw": True, "avx512vl": True}, "avx2"),
-        ({"sse4.2": True}, "generic"),
-        ({}, "generic"),
-    ],
-)
-def test_a_machine_gets_instructions_that_it_has(features, lowering):
-    assert lowering_for(features) == lowering

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llvmlite import ir
 
 from deepinfer.gpu_worker.cpu_backend import CpuBackend
-from deepinfer.gpu_worker.kernels import int8_tile
+from deepinfer.gpu_worker.kernels.byte_dot import lowerings_of
+from deepinfer.gpu_worker.kernels.int8_tile import make_tile
 from deepinfer.gpu_worker.kernels.linear_int8 import MAX_DEPTH
 
 # numba comes after the kernels' settings.
@@ -18,22 +18,39 @@ from numba import njit  # isort: skip
 
 BACKEND = CpuBackend(2)
 ALONE = CpuBackend(1)
+LOWERINGS = lowerings_of(llvm.get_host_cpu_features())
 F = np.float32
 
 
-def quantised(values, limit):
-    """Integers and scales of each row of a finite float32 matrix."""
-    peak = np.abs(values).max(1, keepdims=True)
-    inverse = np.divide(F(limit), peak, out=np.zeros_like(peak), where=peak > 0)
-    return np.rint(values * inverse).astype(np.int64), peak / F(limit)
+def rotated(values):
+    """Blocks of 64 along K, padded with zeros, times the Hadamard matrix: in the kernel's order."""
+    rows, depth = values.shape
+    wide = np.zeros((rows, -(-depth // 64) * 64), F)
+    wide[:, :depth] = values
+    for stride in (1, 2, 4, 8, 16, 32):
+        low, high = wide.reshape(-1, 2, stride).swapaxes(0, 1)
+        wide = np.stack((low + high, low - high), 1)
+    return wide.reshape(rows, -1)
+
+
+def quantised(values):
+    """Integers and scales of each row of a finite float32 matrix, rotated."""
+    wide = rotated(values)
+    peak = np.abs(wide).max(1, keepdims=True)
+    inverse = np.divide(F(127), peak, out=np.zeros_like(peak), where=peak > 0)
+    return np.rint(wide * inverse).astype(np.int64), peak / F(127)
+
+
+def fma(x, y, z):
+    # Wide enough that rounding twice is rounding once.
+    return (x.astype(np.longdouble) * y + z).astype(F)
 
 
 def reference(x, weights, bias, out, add):
     """What ``linear`` must give to the bit."""
-    padded = -(-x.shape[1] // 8) * 8
-    xq, sx = quantised(x, min(32767, (2**31 - 1) // (127 * padded)))
-    wq, sw = quantised(weights, 127)
-    value = (xq @ wq.T).astype(F) * (sx * sw.T) + bias
+    xq, sx = quantised(x)
+    wq, sw = quantised(weights)
+    value = fma((xq @ wq.T).astype(F), sx * (sw.T / F(64)), bias)
     return value + out if add else value
 
 
@@ -61,18 +78,21 @@ def test_linear_is_the_scaled_integer_product_to_the_bit(rows, depth, width, bia
     cut = width // 3
     parts = [weights[:cut], weights[cut:]] if cut else [weights]
     packed = BACKEND.pack_linear(parts, bias if biased else None, "int8")
-    expected = reference(x, weights, bias * biased, out, add)
+    expected = reference(x, weights, bias * F(biased), out, add)
     BACKEND.linear(x, packed, out, add=add)
     np.testing.assert_array_equal(out, expected)
 
 
-def test_the_largest_sums_fit():
-    for depth in (8, 576, 11_008, MAX_DEPTH):
-        x, weights = np.ones((7, depth), F), -np.ones((3, depth), F)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_fit(sign):
+    for depth in (64, 576, 11_008, MAX_DEPTH):
+        x, weights = np.zeros((7, depth), F), np.zeros((3, depth), F)
+        # A row of the Hadamard matrix: rotated, all of its block is at the peak.
+        x[:, ::64], weights[:, ::64] = 1, sign
         packed = BACKEND.pack_linear([weights], None, "int8")
         out = np.empty((7, 3), F)
         BACKEND.linear(x, packed, out)
-        np.testing.assert_allclose(out, -depth, rtol=1e-6)
+        np.testing.assert_allclose(out, sign * depth // 64, rtol=1e-6)
     with pytest.raises(ValueError, match="at most"):
         BACKEND.pack_linear([np.ones((1, MAX_DEPTH + 1), F)], None, "int8")
 
@@ -109,8 +129,22 @@ def test_embed_returns_the_dequantised_rows():
     ids = np.array([100, 0, 49, 50, 50], np.int32)
     out = np.empty((5, 27), F)
     BACKEND.embed(ids, packed, out)
-    integers, scales = quantised(weights, 127)
-    np.testing.assert_array_equal(out, (integers.astype(F) * scales)[ids])
+    integers, scales = quantised(weights)
+    expected = rotated(integers.astype(F) * (scales / F(64)))
+    np.testing.assert_array_equal(out, expected[ids, :27])
+    assert np.abs(out - weights[ids]).max() < 0.02 * np.abs(weights).max()
+
+
+def test_one_large_activation_leaves_the_others_their_levels():
+    rng = np.random.default_rng(5)
+    x, weights = rng.standard_normal((3, 576)).astype(F), rng.standard_normal((80, 576)).astype(F)
+    x[:, 100] = 300
+    out = np.empty((3, 80), F)
+    BACKEND.linear(x, BACKEND.pack_linear([weights], None, "int8"), out)
+    ours = np.abs(out - x @ weights.T).mean()
+    step = np.abs(x).max(1, keepdims=True) / F(127)
+    plain = np.abs((np.rint(x / step) * step - x) @ weights.T).mean()
+    assert ours < plain / 2
 
 
 def test_bfloat16_weights_are_quantised_as_the_numbers_they_are():
@@ -124,46 +158,29 @@ def test_bfloat16_weights_are_quantised_as_the_numbers_they_are():
 # ---- instructions -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_avx2", sorted({False, int8_tile._HAS_AVX2}))
-@pytest.mark.parametrize(("rows", "panels"), [(1, 4), (6, 1)])
-def test_a_tile_is_the_exact_integer_sum_with_any_instructions(monkeypatch, rows, panels, has_avx2):
-    monkeypatch.setattr(int8_tile, "_HAS_AVX2", has_avx2)
-    tile = int8_tile._tile(rows, panels)
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (1, 32), (4, 16), (6, 32)])
+def test_a_tile_is_the_exact_integer_sum_with_any_instructions(rows, columns, lowering):
+    tile = make_tile(columns, lowering)
 
     @njit
-    def compute(x, w, sums, depth):
-        tile(x, 0, depth, w, 0, depth * 16, 0, depth, sums, 0)
+    def compute(x, w, sw, bias, out, depth):
+        tile(
+            x, 0, x.shape[1], depth, w, 0, 0, 64, sw, bias, 0, out, 0, columns, True, rows
+        )  # fmt: skip
 
-    depth = 24
+    depth = 64
     rng = np.random.default_rng(8)
-    x = rng.integers(-11_000, 11_001, (rows, depth)).astype(np.int16)
-    w = rng.integers(-127, 128, (panels, depth // 4, 16, 4)).astype(np.int8)
-    before = rng.integers(-1000, 1000, (rows, panels, 16)).astype(np.int32)
+    x = rng.integers(-127, 128, (rows, depth)).astype(np.int8)
+    w = rng.integers(1, 256, (depth // 4, columns, 4)).astype(np.uint8)
+    x[0], w[:, 0] = 127, 255
+    x[-1, ::2], w[:, 1] = -127, 1
+    shapes = (rows, 1), columns, columns, (rows, columns)
+    sx, sw, bias, before = (rng.standard_normal(shape).astype(F) for shape in shapes)
     after = before.copy()
-    ordered = x.reshape(rows, -1, 4)[..., [0, 2, 1, 3]].reshape(rows, depth)
-    compute(ordered, w, after, depth)
-    wide = w.astype(np.int64).transpose(0, 2, 1, 3).reshape(panels, 16, depth)
-    expected = before + np.einsum("rk,pck->rpc", x.astype(np.int64), wide)
-    np.testing.assert_array_equal(after, expected)
-
-
-@pytest.mark.parametrize(
-    ("cpu", "instruction"), [("haswell", "vpmaddwd"), ("sapphirerapids", "vpdpwssd")]
-)
-def test_a_sum_becomes_the_instruction_it_was_written_for(monkeypatch, cpu, instruction):
-    monkeypatch.setattr(int8_tile, "_HAS_AVX2", True)
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    module = ir.Module()
-    kinds = (int8_tile._HALF_SUMS, int8_tile._HALF_WORDS, int8_tile._HALF_WORDS)
-    pointers = [kind.as_pointer() for kind in kinds]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), pointers), "dot")
-    builder = ir.IRBuilder(function.append_basic_block())
-    total, x, w = (builder.load(pointer) for pointer in function.args)
-    builder.store(int8_tile._emit_add_dot(builder, total, x, w), function.args[0])
-    builder.ret_void()
-    target = llvm.Target.from_triple("x86_64-unknown-linux-gnu")
-    assembly = target.create_target_machine(cpu=cpu, opt=3).emit_assembly(
-        llvm.parse_assembly(str(module))
-    )
-    assert instruction in assembly
+    sums = x.sum(1, dtype=np.int32, keepdims=True)
+    block = np.hstack([array.view(np.uint8) for array in (x, sx, sums)])
+    compute(block, w, sw, bias, after, depth)
+    wide = w.swapaxes(0, 1).reshape(columns, depth).astype(np.int64) - 128
+    value = fma((x.astype(np.int64) @ wide.T).astype(F), sx * sw, bias)
+    np.testing.assert_array_equal(after, value + before)

@@ -96,6 +96,30 @@ def test_a_recomputed_row_continues_as_if_nothing_had_happened(prompt, params, d
     assert bystander.outputs == alone([1, 2, 3], num_outputs=len(bystander.outputs)).outputs
 
 
+def test_a_batch_is_made_anew_only_when_a_row_comes_or_goes():
+    batches = []
+
+    class Noting(ScriptedModel):
+        def forward(self, batch):
+            batches.append((batch, sorted(batch.positions.tolist())))
+            return super().forward(batch)
+
+    engine = driver(Noting(VOCAB, 64, 4))
+    engine.add([5, 6, 7])
+    engine.run(4)
+    other = engine.add([8])
+    engine.step(chunk_size=1)
+    engine.step()
+    engine.release(other)
+    engine.step()
+    assert [positions for _, positions in batches] == [
+        *([0, 1, 2], [3], [4], [5], [0, 6], [1, 7], [8])
+    ]
+    made = [batch for batch, _ in batches]
+    assert made[1] is made[2] is made[3]
+    assert len({id(batch) for batch in made}) == 5
+
+
 def test_threads_change_nothing():
     team = ThreadTeam(2)
     outputs = []

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam
 from deepinfer.gpu_worker.logit_rules import LogitRules
 from deepinfer.gpu_worker.random_uniform import mix64, seed_state, uniforms
 from deepinfer.gpu_worker.sampler import ALL_BANNED, NOT_FINITE, Sampler
@@ -162,6 +163,19 @@ def test_top_k_1_and_a_tiny_top_p_are_greedy(seed, vocab_size, temperature):
         SamplingParams(top_p=1e-9, **base),
     ]
     assert sample(logits, params).tokens.tolist() == [int(np.argmax(logits[0]))] * 3
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_greedy_takes_the_first_of_equals(vocab_size, threads):
+    rng = np.random.default_rng(vocab_size)
+    logits = rng.integers(-3, 3, (30, vocab_size)).astype(np.float32)
+    logits[0] = -3.5
+    team = ThreadTeam(threads)
+    sampler = Sampler(vocab_size, [], len(logits), team)
+    got = sample(logits, [greedy()] * len(logits), sampler=sampler)
+    team.close()
+    assert got.tokens.tolist() == logits.argmax(axis=1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-5, 1e-4, 1e30, 1e300])
@@ -330,6 +344,19 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(poison, temperature, fiel
     assert got.failed == {2: NOT_FINITE}
     assert got.tokens[[0, 1, 3, 4]].tolist() == alone.tokens.tolist()
     assert sorted(got.logprobs) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("at", [0, 40, 64, 99])
+@pytest.mark.parametrize("poison", [np.nan, -np.nan, np.inf])
+def test_one_logit_anywhere_fails_a_greedy_row(poison, at):
+    logits = random_logits(2, 3, 100)
+    expected = logits.argmax(axis=1)
+    logits[1, at] = poison
+    logits[2, at] = -np.inf
+    expected[2] = logits[2].argmax()
+    got = sample(logits, [greedy()] * 3)
+    assert got.failed == {1: NOT_FINITE}
+    assert got.tokens[[0, 2]].tolist() == expected[[0, 2]].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

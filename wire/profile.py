@@ -32,8 +32,8 @@ class StepKind(msgspec.Struct):
 class Profile(msgspec.Struct):
     """Profile of one device worker. The peaks are 0 where they were not measured."""
 
-    flops: float
-    """Measured float32 operations a second of all compute threads."""
+    operations: dict[str, float]
+    """Measured operations a second of all compute threads, by what they multiply."""
     bandwidth: float
     """Measured bytes a second that they read from memory."""
     kinds: list[StepKind]

@@ -8,8 +8,12 @@ query meets the same operations in the same order whichever queries share its ti
 thread computed a span, and a long context can be split among threads (Flash-Decoding, Dao et al.
 2023).
 
-Tiles of few queries read the cache as it lies. Tiles of many first widen a span to float32, which
-then serves all of them out of the L1 and L2 caches.
+Tiles of few queries read the cache as it lies. Tiles of many first bring a span into the form that
+a matrix product takes, which then serves all of them out of the L1 and L2 caches.
+
+Both products have float32 operands where the cache is float32 or the machine cannot multiply pairs
+of bfloat16. Elsewhere queries and weights are rounded to bfloat16, as cached numbers are or, from
+int8, become without loss; sums, peaks and the softmax are float32 in any case.
 """
 
 # Compiled functions are typed by numba, for the arrays they are called with.
@@ -17,389 +21,487 @@ then serves all of them out of the L1 and L2 caches.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
 from deepinfer.gpu_worker.kernels.attention_tiles import (
-    AHEAD_GROUPS,
-    scores_1x4,
-    scores_2x2,
-    scores_3x1,
-    scores_4x1,
-    scores_5x1,
-    scores_6x1,
-    weighted_1x1,
-    weighted_1x4,
-    weighted_2x1,
-    weighted_2x2,
-    weighted_3x1,
-    weighted_4x1,
-    weighted_5x1,
-    weighted_6x1,
+    DIRECT_PANELS,
+    NEAR_PANELS,
+    direct_scores,
+    direct_values,
+    near_tiles,
+    store_rounded16,
+    store_two,
+    weigh32,
+)
+from deepinfer.gpu_worker.kernels.attention_units import (
+    DIRECT_ROWS,
+    FIRST,
+    HEAD,
+    HEADS,
+    LAST,
+    PART,
+    ROW,
+    TOKEN,
+    TOKENS,
+    WIDE,
+    part_of,
+    plan_tiles,
+    plan_units,
+    span_of,
 )
 from deepinfer.gpu_worker.kernels.fork_join import fork_join, num_threads
-from deepinfer.gpu_worker.kernels.micro_kernel import (
-    zero_1x1,
-    zero_2x1,
-    zero_3x1,
-    zero_4x1,
-    zero_5x1,
-    zero_6x1,
-)
+from deepinfer.gpu_worker.kernels.micro_kernel import HAS_BF16_DOT
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
 from deepinfer.gpu_worker.kernels.vectors import (
     LANES,
     add16,
-    exp16,
+    exp2_16,
     fma16,
     keep16,
     load16,
+    load_scalar,
     max16,
     max_of16,
     mul16,
     splat16,
     store16,
+    store_scalar,
     sub16,
     sum16,
 )
 
-_SPAN_TOKENS = 128
-# Query rows (tokens times heads of a group) that one pass over the cached bytes can serve.
-_DIRECT_ROWS = 6
-# Query rows of a tile that widens: enough to make little of widening, few enough for their scores
-# to stay in the L2 cache.
-_TILE_ROWS = 60
-# So many units for each thread are enough to even out their lengths.
-_UNITS_A_THREAD = 8
 # Below every score, yet finite: the difference of two such must be 0, not NaN.
-_LOWEST = np.float32(-1e30)
-# Columns of the table of units.
-_ROW, _TOKEN, _TOKENS, _FIRST, _LAST, _HEAD, _HEADS, _PART, _WIDE, _COLUMNS = range(10)
+_LOWEST = np.float32(-1e38)
+_LOG2_E = math.log2(math.e)
 
 
 @njit(**INNER)
-def _direct_scores(queries, dim, keys, k_shift, values, v_shift, table, i, scores, stride, rows):
-    """Scores of 1 to 6 query rows against lane group ``i``, or some more; return how many."""
-    length = table.shape[1]
-    if rows == 1:
-        scores_1x4(
-            queries, dim, keys, k_shift, values, v_shift, table, length, i, scores, stride
-        )  # fmt: skip
-        return 4
-    if rows == 2:
-        scores_2x2(
-            queries, dim, keys, k_shift, values, v_shift, table, length, i, scores, stride
-        )  # fmt: skip
-        return 2
-    if rows == 3:
-        scores_3x1(
-            queries, dim, keys, k_shift, values, v_shift, table, length, i, scores, stride
-        )  # fmt: skip
-    elif rows == 4:
-        scores_4x1(
-            queries, dim, keys, k_shift, values, v_shift, table, length, i, scores, stride
-        )  # fmt: skip
-    elif rows == 5:
-        scores_5x1(
-            queries, dim, keys, k_shift, values, v_shift, table, length, i, scores, stride
-        )  # fmt: skip
-    else:
-        scores_6x1(
-            queries, dim, keys, k_shift, values, v_shift, table, length, i, scores, stride
-        )  # fmt: skip
-    return 1
+def _direct_sums(weights, w_at, stride, values, shift, places, count, out, o_at, width, soon, rows):
+    """Weighted sums of ``count`` (even) values for 1 to 6 query rows; ``width`` columns.
 
-
-@njit(**INNER)
-def _direct_values(weights, stride, values, shift, places, count, out, width, rows):
-    """Weighted sums of ``count`` (even) values for 1 to 6 query rows; ``width`` columns."""
-    d = 0
-    if rows == 1:
-        while d + 4 * LANES <= width:
-            weighted_1x4(weights, stride, values, shift, places, count, d, out, width)
-            d += 4 * LANES
-    elif rows == 2:
-        while d + 2 * LANES <= width:
-            weighted_2x2(weights, stride, values, shift, places, count, d, out, width)
-            d += 2 * LANES
-    while d < width:
-        if rows == 1:
-            weighted_1x1(weights, stride, values, shift, places, count, d, out, width)
-        elif rows == 2:
-            weighted_2x1(weights, stride, values, shift, places, count, d, out, width)
-        elif rows == 3:
-            weighted_3x1(weights, stride, values, shift, places, count, d, out, width)
-        elif rows == 4:
-            weighted_4x1(weights, stride, values, shift, places, count, d, out, width)
-        elif rows == 5:
-            weighted_5x1(weights, stride, values, shift, places, count, d, out, width)
-        else:
-            weighted_6x1(weights, stride, values, shift, places, count, d, out, width)
-        d += LANES
-
-
-@njit(**INNER)
-def _near_product(x, x_row, w, w_at, w_k, count, out, out_at, out_row, rows):
-    """``rows`` rows of ``x`` times one panel of float32 numbers that lie in the caches."""
-    done = 0
-    blocks = -(-rows // 6)
-    for block in range(blocks):
-        size = rows // blocks + (1 if block < rows % blocks else 0)
-        a = done * x_row
-        o = out_at + done * out_row
-        if size == 6:
-            zero_6x1(x, a, x_row, w, w_at, 0, w_k, 0, 0, count, out, o, out_row)
-        elif size == 5:
-            zero_5x1(x, a, x_row, w, w_at, 0, w_k, 0, 0, count, out, o, out_row)
-        elif size == 4:
-            zero_4x1(x, a, x_row, w, w_at, 0, w_k, 0, 0, count, out, o, out_row)
-        elif size == 3:
-            zero_3x1(x, a, x_row, w, w_at, 0, w_k, 0, 0, count, out, o, out_row)
-        elif size == 2:
-            zero_2x1(x, a, x_row, w, w_at, 0, w_k, 0, 0, count, out, o, out_row)
-        else:
-            zero_1x1(x, a, x_row, w, w_at, 0, w_k, 0, 0, count, out, o, out_row)
-        done += size
-
-
-@njit(**INNER)
-def _softmax_span(scores, at, count, first, last, part, t, p):
-    """Turn one row's scores of a span into weights.
-
-    The row sees keys ``first <= i < last`` of the span's ``count``, 0 <= last <= count. The sum of
-    the weights goes to 16 lanes of ``part`` from ``t`` on, the scores' peak to ``p``.
+    On the way the following keys are asked for: ``soon`` is all that ``direct_values`` is told
+    of them.
     """
-    # Whole vectors of seen keys need no mask; at most two vectors of a span are mixed.
-    begin = max(0, first) // LANES * LANES
-    whole = -(-max(0, first) // LANES) * LANES
-    until = max(whole, last // LANES * LANES)
-    end = -(-last // LANES) * LANES
+    panels = DIRECT_PANELS[rows - 1]
+    keys, blocks, block_stride, block_shift, size, asked = soon
+    column = 0
+    while column < width:
+        many = column + panels * LANES <= width
+        shape = rows - 1 if many else DIRECT_ROWS + rows - 1
+        direct_values(
+            weights, w_at, stride, values, shift, places, count, column, out, o_at, width,
+            keys, blocks, block_stride, block_shift, size, asked + column * count, shape,
+        )  # fmt: skip
+        column += LANES * panels if many else LANES
+
+
+@njit(**INNER)
+def _seen(position, base, count, window):
+    """The keys of a span that a query at ``position`` sees: from the first up to the last."""
+    last = max(0, min(position + 1 - base, count))
+    first = max(0, position - window + 1 - base) if window > 0 else np.int64(0)
+    return min(first, last), last
+
+
+@njit(**INNER)
+def _finite(part, at, count):
+    """Whether none of ``count`` elements from ``at`` on, a multiple of 16, is NaN or infinite."""
+    zero = splat16(np.float32(0))
+    total = zero
+    for i in range(at, at + count, LANES):
+        total = fma16(load16(part, i), zero, total)
+    return sum16(total) == 0
+
+
+@njit(**INNER)
+def _values_apart(
+    weights, stride, values, shift, places, position, tokens, share, base, count, window, part,
+    part_at, width, soon,
+):  # fmt: skip
+    """Weighted sums of a tile again, token by token, of what each token sees and nothing else.
+
+    What a row does not see has weight 0, and 0 times a NaN would be NaN.
+    """
+    own = np.empty_like(places)
+    for token in range(tokens):
+        first, last = _seen(position + token, base, count, window)
+        begin, end = token * share, (token + 1) * share
+        if first == last:
+            part[part_at + begin * width : part_at + end * width] = 0
+            continue
+        own[:] = places
+        own[:first] = places[first]
+        own[last:] = places[first]
+        for r in range(begin, end, DIRECT_ROWS):
+            _direct_sums(
+                weights, r * stride, stride, values, shift, own, count + count % 2,
+                part, part_at + r * width, width, soon, min(DIRECT_ROWS, end - r),
+            )  # fmt: skip
+
+
+@njit(**INNER)
+def _near_product(
+    x, x_row, w, w_at, panel, panels, count, out, out_at, out_row, rows, share, seen, over_keys
+):
+    """``rows`` rows of ``x`` times panels of ``w`` that are ready, ``panel`` elements each.
+
+    The first token sees ``seen`` keys, each later one one more. Keys are what the sum runs over, or
+    else the columns of ``w``; those that no row of a block sees may be left out.
+    """
+    blocks = -(-rows // DIRECT_ROWS)
+    parts = -(-panels // NEAR_PANELS)
+    p = 0
+    for i in range(parts):
+        many = part_of(panels, parts, i)
+        row = 0
+        for block in range(blocks):
+            size = part_of(rows, blocks, block)
+            last = max(0, seen + (row + size - 1) // share)
+            if over_keys or last > p * LANES:
+                terms = min(count, last + last % 2) if over_keys else count
+                near_tiles(
+                    x, row * x_row, x_row, w, w_at + p * panel, panel, terms,
+                    out, out_at + row * out_row + p * LANES, out_row,
+                    (many - 1) * DIRECT_ROWS + size - 1,
+                )  # fmt: skip
+            row += size
+        p += many
+
+
+@njit(**INNER)
+def _peaks(
+    scores, s_at, stride, position, tokens, share, base, count, window, scaled, columns, part, p
+):
+    """Write the peaks of a tile's rows to ``part`` from ``p`` on.
+
+    On the way scores are scaled, and become -inf where they share a vector with those of seen
+    keys but are none.
+    """
     low = np.float32(-np.inf)
-    high = splat16(low)
-    for i in range(begin, whole, LANES):
-        high = max16(high, keep16(load16(scores, at + i), first - i, last - i, low))
-    for i in range(whole, until, LANES):
-        high = max16(high, load16(scores, at + i))
-    for i in range(until, end, LANES):
-        high = max16(high, keep16(load16(scores, at + i), first - i, last - i, low))
-    peak = max(_LOWEST, max_of16(high))
-    base = splat16(peak)
-    none = splat16(np.float32(0))
-    total = none
-    for i in range(0, begin, LANES):
-        store16(scores, at + i, none)
-    for i in range(begin, whole, LANES):
-        weight = exp16(sub16(load16(scores, at + i), base))
-        weight = keep16(weight, first - i, last - i, np.float32(0))
-        total = add16(total, weight)
-        store16(scores, at + i, weight)
-    for i in range(whole, until, LANES):
-        weight = exp16(sub16(load16(scores, at + i), base))
-        total = add16(total, weight)
-        store16(scores, at + i, weight)
-    for i in range(until, end, LANES):
-        weight = exp16(sub16(load16(scores, at + i), base))
-        weight = keep16(weight, first - i, last - i, np.float32(0))
-        total = add16(total, weight)
-        store16(scores, at + i, weight)
-    # One more than there are: the values are taken in pairs.
-    for i in range(end, count + 1, LANES):
-        store16(scores, at + i, none)
-    store16(part, t, total)
-    part[p] = peak
+    for token in range(tokens):
+        first, last = _seen(position + token, base, count, window)
+        begin, end = first // LANES * LANES, -(-last // LANES) * LANES
+        for r in range(token * share, (token + 1) * share):
+            at = s_at + r * stride
+            if scaled:
+                for i in range(begin, end, LANES):
+                    store16(scores, at + i, mul16(load16(scores, at + i), load16(columns, i)))
+            # At most two vectors of a span are mixed.
+            if begin < first:
+                mixed = keep16(load16(scores, at + begin), first - begin, last - begin, low)
+                store16(scores, at + begin, mixed)
+            if last < end:
+                i = end - LANES
+                store16(scores, at + i, keep16(load16(scores, at + i), first - i, last - i, low))
+            if (end - begin) % (2 * LANES):
+                store16(scores, at + end, splat16(low))  # for ``_weights``, which takes twice 16
+            high = splat16(_LOWEST)
+            for i in range(begin, end, LANES):
+                high = max16(high, load16(scores, at + i))
+            part[p + r] = max_of16(high)
 
 
 @njit(**INNER)
-def _merge(state, part, rows, width):
-    """Add what a span came to, to what the rows of a tile have summed so far.
+def row_stride(span):
+    """Elements from a row of scores or weights to the next: whole vectors and one more.
 
-    Both hold the weighted values [rows, width], the sums of the weights [rows, 16], and the peaks
-    [rows] that the weights are relative to.
+    A lane group may reach past the span, and a vector of zeros follows the weights.
     """
-    t = rows * width
-    p = t + rows * LANES
-    for r in range(rows):
-        high = max(state[p + r], part[p + r])
-        keep = exp16(splat16(state[p + r] - high))
-        take = exp16(splat16(part[p + r] - high))
-        state[p + r] = high
-        for i in range(r * width, (r + 1) * width, LANES):
-            store16(state, i, fma16(load16(part, i), take, mul16(load16(state, i), keep)))
-        i = t + r * LANES
-        store16(state, i, fma16(load16(part, i), take, mul16(load16(state, i), keep)))
+    return -(-span // LANES) * LANES + LANES
 
 
 @njit(**INNER)
-def _clear(state, rows, width):
-    """Nothing summed so far."""
-    state[: rows * (width + LANES)] = 0
-    state[rows * (width + LANES) :] = _LOWEST
+def _weights(
+    scores, s_at, weights, stride, position, tokens, share, base, count, window, scaled, columns,
+    part, t, p,
+):  # fmt: skip
+    """Turn scores into weights relative to the peaks at ``p``; their sums go to ``t``, 16 a row."""
+    none = splat16(np.float32(0))
+    half = columns.size // 2
+    for token in range(tokens):
+        first, last = _seen(position + token, base, count, window)
+        begin, end = first // LANES * LANES, -(-last // LANES) * LANES
+        for r in range(token * share, (token + 1) * share):
+            at = r * stride
+            score = s_at + at
+            peak = splat16(part[p + r])
+            total = none
+            for i in range(0, begin, LANES):
+                store_rounded16(weights, at + i, none)
+            if scaled:
+                for i in range(begin, end, LANES):
+                    weight = exp2_16(sub16(load16(scores, score + i), peak))
+                    total = add16(total, weight)
+                    weight = mul16(weight, load16(columns, half + i))
+                    # The scale of a value that the row does not see may be NaN.
+                    weight = keep16(weight, first - i, last - i, np.float32(0))
+                    store_rounded16(weights, at + i, weight)
+            else:
+                # Of the rounded weights, so that rounding changes no sum of equal values.
+                for i in range(begin, end, 2 * LANES):
+                    total = weigh32(scores, score + i, peak, weights, at + i, total)
+            # The values are taken in pairs: there may be one more than keys.
+            for i in range(end, count, LANES):
+                store_rounded16(weights, at + i, none)
+            store_rounded16(weights, at + max(end, -(-count // LANES) * LANES), none)
+            store16(part, t + r * LANES, total)
 
 
 @njit(**INNER)
 def _state_size(rows, width):
-    return rows * (width + LANES + 1)
+    return rows * (width + LANES) + -(-rows // LANES) * LANES
 
 
 @njit(**INNER)
-def _write(state, rows, width, share, dim, out, token, head):
+def _add_scaled(state, state_at, keep, part, part_at, take):
+    total = mul16(load16(state, state_at), keep)
+    store16(state, state_at, fma16(load16(part, part_at), take, total))
+
+
+@njit(**INNER)
+def _merge(state, state_at, part, part_at, rows, width):
+    """Add what a span came to, to what the rows of a tile have summed so far.
+
+    Both hold the weighted values [rows, width], the sums of the weights [rows, 16], and the peaks
+    [rows, padded to 16] that the weights are relative to.
+    """
+    t = rows * width
+    p = t + rows * LANES
+    factors = np.empty(2 * LANES, np.float32)
+    for first in range(0, rows, LANES):
+        before, now = load16(state, state_at + p + first), load16(part, part_at + p + first)
+        high = max16(before, now)
+        store16(factors, 0, exp2_16(sub16(before, high)))
+        store16(factors, LANES, exp2_16(sub16(now, high)))
+        store16(state, state_at + p + first, high)
+        for r in range(first, min(first + LANES, rows)):
+            keep = splat16(factors[r - first])
+            take = splat16(factors[LANES + r - first])
+            for i in range(r * width, (r + 1) * width, LANES):
+                _add_scaled(state, state_at + i, keep, part, part_at + i, take)
+            i = t + r * LANES
+            _add_scaled(state, state_at + i, keep, part, part_at + i, take)
+
+
+@njit(**INNER)
+def _clear(state, at, rows, width):
+    """Nothing summed so far."""
+    peaks = at + rows * (width + LANES)
+    state[at:peaks] = 0
+    state[peaks : at + _state_size(rows, width)] = _LOWEST
+
+
+@njit(**INNER)
+def _write(state, state_at, rows, width, share, dim, out, token, head):
     """Write the normalised sums of a tile's rows to where they belong."""
+    whole = dim - dim % LANES
     for r in range(rows):
-        total = sum16(load16(state, rows * width + r * LANES))
-        for i in range(dim):
-            out[token + r // share, (head + r % share) * dim + i] = state[r * width + i] / total
+        factor = np.float32(1) / sum16(load16(state, state_at + rows * width + r * LANES))
+        factors = splat16(factor)
+        at = (token + r // share) * out.shape[1] + (head + r % share) * dim
+        row = state_at + r * width
+        for i in range(0, whole, LANES):
+            store16(out, at + i, mul16(load16(state, row + i), factors))
+        for i in range(whole, dim):
+            store_scalar(out, at + i, state[row + i] * factor)
 
 
 @njit(**INNER)
-def _look_up(keys, values, block_tables, slot, base, count, end, block_size, table, places):
+def _look_up(keys, values, block_tables, slot, base, count, block_size, table, places):
     """Fill in where the lane groups and values of a span lie; return how many groups it has.
 
-    The span is positions ``base`` … ``base + count - 1``; after its groups ``table`` goes on with
-    those of the following positions before ``end``. All places are those of head 0.
+    The span is positions ``base`` … ``base + count - 1``. Behind its groups ``table`` repeats the
+    last. All places are those of head 0.
     """
     kv_heads, groups, dim = keys.shape[1], keys.shape[2], keys.shape[3]
     width = values.shape[3]
-    most = table.shape[1]
-    found = inside = 0
-    position = base
-    while position < end and found < most:
-        block = np.int64(block_tables[slot, position // block_size]) * kv_heads
-        here = min(block_size, end - position)
+    found = 0
+    for first in range(0, count, block_size):
+        block = np.int64(block_tables[slot, (base + first) // block_size]) * kv_heads
+        here = min(block_size, count - first)
         for group in range(0, here, LANES):
-            if found < most:
-                table[0, found] = (block * groups + group // LANES) * dim * LANES
-                table[1, found] = position - base + group
-                table[2, found] = (block * block_size + group) * width
-                found += 1
-        if position < base + count:
-            inside = found
-            for i in range(here):
-                places[position - base + i] = (block * block_size + i) * width
-        position += block_size
-    for i in range(found, most):
-        table[:, i] = table[:, found - 1]
+            table[0, found] = (block * groups + group // LANES) * dim * LANES
+            table[1, found] = first + group
+            found += 1
+        for i in range(here):
+            places[first + i] = (block * block_size + i) * width
+    table[0, found:] = table[0, found - 1]
+    table[1, found:] = table[1, found - 1]
     places[count] = places[count - 1]
-    return inside
+    return found
 
 
 @njit(**INNER)
-def _scale_rows(weights, stride, rows, scales, which, kv_head, places, width, count):
-    """Multiply the columns of ``weights`` by the scales of the keys (0) or values (1)."""
-    block_size = scales.shape[3]
-    kv_heads = scales.shape[2]
-    columns = np.zeros(-(-count // LANES) * LANES, np.float32)
-    for k in range(count):
-        line = places[k] // width
-        columns[k] = scales[which, line // (kv_heads * block_size), kv_head, line % block_size]
-    for r in range(rows):
-        for k in range(0, count, LANES):
-            at = r * stride + k
-            store16(weights, at, mul16(load16(weights, at), load16(columns, k)))
+def _blocks_of(unit, most, positions, slots, block_tables, span, block_size, blocks, found):
+    """Write the first blocks of a unit, at most ``most``, behind the ``found`` of ``blocks``.
+
+    Returns how many these are then.
+    """
+    first = unit[FIRST] * (span // block_size)
+    end = min(unit[LAST] * span, positions[unit[TOKEN]] + unit[TOKENS])
+    for column in range(first, min(first + most, -(-end // block_size))):
+        blocks[found] = block_tables[slots[unit[ROW]], column]
+        found += 1
+    return found
 
 
 @njit(**INNER)
-def _softmax_rows(
-    scores, stride, position, rows, share, base, count, window, part, width, scales, kv_head, places
+def _load_scales(scales, block_tables, slot, base, count, block_size, kv_head, columns):
+    """Fill ``columns`` [2, n] with the scales of a span's keys and values."""
+    half = columns.size // 2
+    for first in range(0, count, block_size):
+        block = block_tables[slot, (base + first) // block_size]
+        for i in range(min(block_size, count - first)):
+            columns[first + i] = scales[0, block, kv_head, i]
+            columns[half + first + i] = scales[1, block, kv_head, i]
+
+
+@njit(**INNER)
+def _softmax(
+    scores, s_at, weights, stride, position, tokens, share, base, count, window, part, part_at,
+    width, scaled, columns,
 ):  # fmt: skip
     """Turn the scores of a tile and a span into weights; ``part`` gets their sums and peaks.
 
-    Where keys and values have scales, the scores are multiplied by the ones before, the weights by
-    the others afterwards.
+    If ``scaled``, ``columns`` [2, n] has the scales of the keys and values.
     """
-    if scales.shape[1] > 0:
-        _scale_rows(scores, stride, rows, scales, 0, kv_head, places, width, count)
-    for r in range(rows):
-        here = position + r // share
-        first = here - window + 1 - base if window > 0 else np.int64(0)
-        last = max(0, min(here + 1 - base, count))
-        first = min(first, last)
-        t = rows * width + r * LANES
-        p = rows * (width + LANES) + r
-        _softmax_span(scores, r * stride, count, first, last, part, t, p)
-    if scales.shape[1] > 0:
-        _scale_rows(scores, stride, rows, scales, 1, kv_head, places, width, count)
+    t = part_at + tokens * share * width
+    p = t + tokens * share * LANES
+    _peaks(
+        scores, s_at, stride, position, tokens, share, base, count, window, scaled, columns, part, p
+    )  # fmt: skip
+    _weights(
+        scores, s_at, weights, stride, position, tokens, share, base, count, window, scaled,
+        columns, part, t, p,
+    )  # fmt: skip
 
 
 @njit(**INNER)
-def _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries):
-    """The tile's queries of a key/value head, [rows, dim]; row r is head r % share of a token."""
+def _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries, at):
+    """Write the tile's queries of a key/value head, [rows, dim], from ``at`` on.
+
+    Row r is head r % share of a token. With log2(e) in the scale, weights are powers of 2.
+    """
+    factor = np.float32(scale * _LOG2_E)
+    factors = splat16(factor)
+    whole = dim - dim % LANES
     for r in range(rows):
-        head = kv_head * share + r % share
-        for i in range(dim):
-            queries[r * dim + i] = qkv[token + r // share, head * dim + i] * np.float32(scale)
+        given = (token + r // share) * qkv.shape[1] + (kv_head * share + r % share) * dim
+        for i in range(0, whole, LANES):
+            store16(queries, at + r * dim + i, mul16(load16(qkv, given + i), factors))
+        for i in range(whole, dim):
+            value = load_scalar(qkv, given + i) * factor
+            store_scalar(queries, at + r * dim + i, value)
 
 
 @njit(**INNER)
-def _direct_unit(arguments, unit):
-    """A tile of 1 to 6 query rows, one or all key/value heads, some or all spans."""
+def _direct_unit(arguments, unit, following):
+    """A tile of 1 to 6 query rows, one or all key/value heads, some or all spans.
+
+    While keys are multiplied, the values of their span are asked for, and while values are, the
+    keys of the next span; in the end those that ``following`` begins with, which is the unit that
+    this thread is likely to take next.
+    """
     (
         qkv, keys, values, scales, positions, slots, block_tables, units, parts, scale, window,
-        block_size, out,
+        block_size, operands, out,
     ) = arguments  # fmt: skip
     kv_heads, groups, dim = keys.shape[1], keys.shape[2], keys.shape[3]
     width = values.shape[3]
     share = out.shape[1] // dim // kv_heads
-    slot = slots[unit[_ROW]]
-    token, tokens = unit[_TOKEN], unit[_TOKENS]
+    slot = slots[unit[ROW]]
+    token, tokens = unit[TOKEN], unit[TOKENS]
     rows = tokens * share
-    first_head, heads = unit[_HEAD], unit[_HEADS]
+    first_head, heads = unit[HEAD], unit[HEADS]
+    scaled = scales.shape[1] > 0
 
-    span = _span(block_size)
-    stride = span + 4 * LANES  # lane groups may reach past the span, and come four at a time
-    length = span // block_size * groups + 4 + AHEAD_GROUPS
+    span = span_of(block_size)
+    stride = row_stride(span) + 3 * LANES  # lane groups come four at a time
+    blocks_a_span = span // block_size
+    length = blocks_a_span * groups + 3  # a tile may reach past the end
+    most = (unit[LAST] - unit[FIRST] + 1) * blocks_a_span
     # Few pieces of memory: a unit takes some 5 µs, a piece 50 ns.
-    integers = np.empty(3 * length + span + 1, np.int64)
-    table = integers[: 3 * length].reshape((3, length))
-    places = integers[3 * length :]
+    integers = np.empty(2 * length + span + 1 + most, np.int64)
+    table = integers[: 2 * length].reshape((2, length))
+    places = integers[2 * length : 2 * length + span + 1]
+    blocks = integers[2 * length + span + 1 :]
+    found = _blocks_of(unit, most, positions, slots, block_tables, span, block_size, blocks, 0)
+    k_stride, v_stride = kv_heads * groups * dim * LANES, kv_heads * block_size * width
+    k_size, v_size = heads * groups * dim * LANES, heads * block_size * width
+    k_begin, v_begin = first_head * groups * dim * LANES, first_head * block_size * width
+    k_asked, v_asked = min(found, blocks_a_span) * k_size, 0
+    found = _blocks_of(
+        following, blocks_a_span, positions, slots, block_tables, span, block_size, blocks, found
+    )  # fmt: skip
+    blocks = blocks[:found]
     size = _state_size(rows, width)
-    each = rows * (dim + stride) + 2 * size
-    floats = np.empty(heads * each, np.float32)
+    each = rows * stride + 2 * size
+    floats = np.empty(heads * each + 2 * stride, np.float32)
+    columns = floats[heads * each :]
+    rounded = np.empty(rows * (heads * dim + stride), operands.dtype)
+    weights = rounded[rows * heads * dim :]
     for h in range(heads):
-        own = floats[h * each : (h + 1) * each]
-        _clear(own[:size], rows, width)
-        _scaled_queries(qkv, token, rows, share, first_head + h, dim, scale, own[2 * size :])
+        _clear(floats, h * each, rows, width)
+        _scaled_queries(
+            qkv, token, rows, share, first_head + h, dim, scale, rounded, h * rows * dim
+        )  # fmt: skip
 
     position = positions[token]
-    end = min(unit[_LAST] * span, position + tokens)
-    for base in range(unit[_FIRST] * span, end, span):
+    step = DIRECT_PANELS[rows - 1]
+    end = min(unit[LAST] * span, position + tokens)
+    for base in range(unit[FIRST] * span, end, span):
         count = min(span, position + tokens - base)
         found = _look_up(
-            keys, values, block_tables, slot, base, count, end, block_size, table, places
+            keys, values, block_tables, slot, base, count, block_size, table, places
         )  # fmt: skip
         # All heads of a block lie side by side. Read one block after the other they come from
         # memory half as fast again as read head by head.
-        g = 0
-        while g < found:
-            step = 1
+        for g in range(0, found, step):
             for h in range(heads):
-                own = floats[h * each + 2 * size : (h + 1) * each]
-                k_shift = (first_head + h) * groups * dim * LANES
-                v_shift = (first_head + h) * block_size * width
-                step = _direct_scores(
-                    own, dim, keys, k_shift, values, v_shift, table, g,
-                    own[rows * dim :], stride, rows,
+                direct_scores(
+                    rounded, h * rows * dim, dim, keys, k_begin + h * groups * dim * LANES,
+                    table, length, g, floats, h * each + 2 * size, stride,
+                    values, blocks, v_stride, v_begin, v_size, v_asked, rows,
                 )  # fmt: skip
-            g += step
+                v_asked += step * dim * LANES
         for h in range(heads):
-            own = floats[h * each : (h + 1) * each]
-            state, part, scores = own[:size], own[size : 2 * size], own[2 * size + rows * dim :]
-            _softmax_rows(
-                scores, stride, position, rows, share, base, count, window, part, width, scales,
-                first_head + h, places,
+            state = h * each
+            part = state + size
+            if scaled:
+                _load_scales(
+                    scales, block_tables, slot, base, count, block_size, first_head + h, columns
+                )  # fmt: skip
+            _softmax(
+                floats, part + size, weights, stride, position, tokens, share, base, count, window,
+                floats, part, width, scaled, columns,
             )  # fmt: skip
-            v_shift = (first_head + h) * block_size * width
-            _direct_values(
-                scores, stride, values, v_shift, places, count + count % 2, part, width, rows
+            v_shift = v_begin + h * block_size * width
+            soon = (keys, blocks, k_stride, k_begin, k_size, k_asked)
+            _direct_sums(
+                weights, 0, stride, values, v_shift, places, count + count % 2, floats, part,
+                width, soon, rows,
             )  # fmt: skip
-            if unit[_PART] >= 0:
-                index = unit[_PART] + base // span - unit[_FIRST]
-                parts[index * kv_heads + first_head + h, :size] = part
+            k_asked += count * width
+            partly = window > 0 or base + count > position + 1
+            if partly and not _finite(floats, part, rows * width):
+                _values_apart(
+                    weights, stride, values, v_shift, places, position, tokens, share, base, count,
+                    window, floats, part, width, soon,
+                )  # fmt: skip
+            if unit[PART] >= 0:
+                index = unit[PART] + base // span - unit[FIRST]
+                parts[index * kv_heads + first_head + h, :size] = floats[part : part + size]
             else:
-                _merge(state, part, rows, width)
-    if unit[_PART] < 0:
+                _merge(floats, state, floats, part, rows, width)
+    if unit[PART] < 0:
         for h in range(heads):
-            state = floats[h * each : h * each + size]
-            _write(state, rows, width, share, dim, out, token, (first_head + h) * share)
+            head = (first_head + h) * share
+            _write(floats, h * each, rows, width, share, dim, out, token, head)
 
 
 @njit(**INNER)
@@ -407,72 +509,97 @@ def _wide_unit(arguments, unit):
     """A tile of many query rows and one key/value head."""
     (
         qkv, keys, values, scales, positions, slots, block_tables, units, parts, scale, window,
-        block_size, out,
+        block_size, operands, out,
     ) = arguments  # fmt: skip
     kv_heads, groups, dim = keys.shape[1], keys.shape[2], keys.shape[3]
     width = values.shape[3]
     share = out.shape[1] // dim // kv_heads
-    slot = slots[unit[_ROW]]
-    token, tokens, kv_head = unit[_TOKEN], unit[_TOKENS], unit[_HEAD]
+    slot = slots[unit[ROW]]
+    token, tokens, kv_head = unit[TOKEN], unit[TOKENS], unit[HEAD]
     rows = tokens * share
+    scaled = scales.shape[1] > 0
 
-    span = _span(block_size)
-    stride = span + LANES
+    span = span_of(block_size)
+    stride = row_stride(span)
     length = span // block_size * groups
-    table = np.empty((3, length), np.int64)
+    table = np.empty((2, length), np.int64)
     places = np.empty(span + 1, np.int64)
-    queries = np.empty(rows * dim, np.float32)
+    columns = np.empty(2 * stride, np.float32)
+    queries = np.empty(rows * dim, operands.dtype)
     scores = np.empty(rows * stride, np.float32)
-    near_keys = np.empty(length * dim * LANES, np.float32)
-    near_values = np.empty(span * width, np.float32)
+    weights = np.empty(rows * stride, operands.dtype)
+    key_panel = dim * LANES
+    value_panel = (span + span % 2) * LANES
+    near = np.empty(max(length * key_panel, width // LANES * value_panel), operands.dtype)
     part = np.empty(_state_size(rows, width), np.float32)
     state = np.empty(_state_size(rows, width), np.float32)
-    _clear(state, rows, width)
-    _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries)
+    _clear(part, 0, rows, width)
+    _clear(state, 0, rows, width)
+    _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries, 0)
 
     position = positions[token]
     end = position + tokens
-    for base in range(unit[_FIRST] * span, end, span):
+    k_shift = kv_head * groups * dim * LANES
+    v_shift = kv_head * block_size * width
+    for base in range(unit[FIRST] * span, end, span):
         count = min(span, end - base)
+        seen = position + 1 - base
         found = _look_up(
-            keys, values, block_tables, slot, base, count, end, block_size, table, places
+            keys, values, block_tables, slot, base, count, block_size, table, places
         )  # fmt: skip
-        k_shift = kv_head * groups * dim * LANES
-        v_shift = kv_head * block_size * width
         for g in range(found):
-            for i in range(0, dim * LANES, LANES):
+            for i in range(0, key_panel, 2 * LANES):
                 at = table[0, g] + k_shift + i
-                store16(near_keys, g * dim * LANES + i, load16(keys, at))
-        for k in range(count):
-            for i in range(0, width, LANES):
-                at = places[k] + v_shift + i
-                store16(near_values, i * span + k * LANES, load16(values, at))
-        for g in range(found):
+                store_two(near, g * key_panel + i, keys, at, at + LANES)
+        if block_size % LANES == 0:
             _near_product(
-                queries, dim, near_keys, g * dim * LANES, LANES, dim,
-                scores, table[1, g], stride, rows,
+                queries, dim, near, 0, key_panel, found, dim, scores, 0, stride, rows, share, seen,
+                False,
             )  # fmt: skip
-        _softmax_rows(
-            scores, stride, position, rows, share, base, count, window, part, width, scales,
-            kv_head, places,
+        else:
+            # In ascending order: a group's scores overwrite what the one before has too many.
+            for g in range(found):
+                place = table[1, g]
+                _near_product(
+                    queries, dim, near, g * key_panel, key_panel, 1, dim, scores, place, stride,
+                    rows, share, seen - place, False,
+                )  # fmt: skip
+        if scaled:
+            _load_scales(scales, block_tables, slot, base, count, block_size, kv_head, columns)
+        _softmax(
+            scores, 0, weights, stride, position, tokens, share, base, count, window, part, 0,
+            width, scaled, columns,
         )  # fmt: skip
-        for d in range(0, width, LANES):
-            _near_product(
-                scores, stride, near_values, d * span, LANES, count, part, d, width, rows
+        for k in range(0, count, 2):
+            first, second = places[k] + v_shift, places[k + 1] + v_shift
+            for i in range(0, width, LANES):
+                at = i // LANES * value_panel + k * LANES
+                store_two(near, at, values, first + i, second + i)
+        _near_product(
+            weights, stride, near, 0, value_panel, width // LANES, count + count % 2, part, 0,
+            width, rows, share, seen, True,
+        )  # fmt: skip
+        partly = window > 0 or base + count > position + 1
+        if partly and not _finite(part, 0, rows * width):
+            _values_apart(
+                weights, stride, values, v_shift, places, position, tokens, share, base, count,
+                window, part, 0, width, (keys, table[0], 1, k_shift, key_panel, 0),
             )  # fmt: skip
-        _merge(state, part, rows, width)
-    _write(state, rows, width, share, dim, out, token, kv_head * share)
+        _merge(state, 0, part, 0, rows, width)
+    _write(state, 0, rows, width, share, dim, out, token, kv_head * share)
 
 
 @njit(**INNER)
 def _attention_unit(arguments, number):
+    arguments, threads = arguments
     units = arguments[7]
     # Late tiles see the most keys: they go first, so that no thread ends alone with a long one.
-    unit = units[units.shape[0] - 1 - number]
-    if unit[_WIDE]:
+    index = units.shape[0] - 1 - number
+    unit = units[index]
+    if unit[WIDE]:
         _wide_unit(arguments, unit)
     else:
-        _direct_unit(arguments, unit)
+        _direct_unit(arguments, unit, units[max(0, index - threads)])
 
 
 @njit(**INNER)
@@ -481,89 +608,45 @@ def _merge_unit(arguments, number):
     parts, split, width, kv_heads, share, dim, out = arguments
     unit = split[number // kv_heads]
     kv_head = number % kv_heads
-    rows = unit[_TOKENS] * share
+    rows = unit[TOKENS] * share
     state = np.empty(_state_size(rows, width), np.float32)
-    _clear(state, rows, width)
-    for index in range(unit[_PART], unit[_PART] + unit[_LAST] - unit[_FIRST]):
-        _merge(state, parts[index * kv_heads + kv_head], rows, width)
-    _write(state, rows, width, share, dim, out, unit[_TOKEN], kv_head * share)
+    _clear(state, 0, rows, width)
+    for index in range(unit[PART], unit[PART] + unit[LAST] - unit[FIRST]):
+        _merge(state, 0, parts[index * kv_heads + kv_head], 0, rows, width)
+    _write(state, 0, rows, width, share, dim, out, unit[TOKEN], kv_head * share)
 
 
-@njit(**INNER)
-def _span(block_size):
-    """Positions of a span."""
-    return max(1, _SPAN_TOKENS // block_size) * block_size
+def _operands(keys: Any) -> Any:
+    """An empty array of the dtype that queries and weights have beside a cache of ``keys``."""
 
 
-@njit(**INNER)
-def _tiles(positions, q_start, rows, share, span, window):
-    """The tiles of a step; their spans are ``first`` … ``last - 1``. Heads and parts are open."""
-    most = max(1, _TILE_ROWS // share)
-    count = 0
-    for r in range(rows):
-        count += -(-(q_start[r + 1] - q_start[r]) // most)
-    tiles = np.zeros((count, _COLUMNS), np.int64)
-    found = 0
-    for r in range(rows):
-        tokens = q_start[r + 1] - q_start[r]
-        # Tiles that differ by at most one token: a last one of a few rows would take as long.
-        number = -(-tokens // most)
-        token = np.int64(q_start[r])
-        for i in range(number):
-            size = tokens // number + (1 if i < tokens % number else 0)
-            position = np.int64(positions[token])
-            seen = max(0, position - window + 1) if window > 0 else np.int64(0)
-            tile = tiles[found]
-            tile[_ROW], tile[_TOKEN], tile[_TOKENS] = r, token, size
-            tile[_FIRST], tile[_LAST] = seen // span, -(-(position + size) // span)
-            tile[_PART], tile[_WIDE] = -1, size * share > _DIRECT_ROWS
-            token += size
-            found += 1
-    return tiles
+@overload(_operands, jit_options={**INNER}, inline="never")
+def _operands_of(keys):
+    if HAS_BF16_DOT and keys.dtype != types.float32:
+        return lambda keys: np.empty(0, np.uint16)
+    return lambda keys: np.empty(0, np.float32)
 
 
-@njit(**INNER)
-def _units(tiles, kv_heads, threads):
-    """The units of a step, the tiles of which spans are units of their own, and the parts of these.
-
-    Memory is read best where a unit takes all heads. So tiles of few rows are a unit each, or some
-    spans of them where tiles are few and long; only where contexts are short as well, each head is
-    one. Tiles of many rows compute more than they read: each of their heads is a unit.
-    """
-    enough = _UNITS_A_THREAD * threads
-    spans = 0
-    for i in range(tiles.shape[0]):
-        spans += tiles[i, _LAST] - tiles[i, _FIRST]
-    most = spans if tiles.shape[0] >= enough else max(1, spans // enough)
-    together = spans >= enough
-    units = np.empty((tiles.shape[0] * kv_heads + spans // max(1, most), _COLUMNS), np.int64)
-    split = np.empty(tiles.shape, np.int64)
-    found = num_split = parts = 0
-    for i in range(tiles.shape[0]):
-        tile = tiles[i]
-        if tile[_WIDE] or not together:
-            for head in range(kv_heads):
-                units[found] = tile
-                units[found, _HEAD], units[found, _HEADS] = head, 1
-                found += 1
-            continue
-        first, last = tile[_FIRST], tile[_LAST]
-        tile[_HEADS] = kv_heads
-        if last - first <= most:
-            units[found] = tile
-            found += 1
-            continue
-        tile[_PART] = parts
-        split[num_split] = tile
-        num_split += 1
-        for begin in range(first, last, most):
-            unit = units[found]
-            unit[:] = tile
-            unit[_FIRST], unit[_LAST] = begin, min(begin + most, last)
-            unit[_PART] = parts + begin - first
-            found += 1
-        parts += last - first
-    return units[:found], split[:num_split], parts
+@njit(**JIT)
+def attention_by(
+    control, qkv, keys, values, scales, positions, q_start, slots, block_tables,
+    scale, window, block_size, operands, out,
+):  # fmt: skip
+    """``attention`` whose products have operands of the dtype of ``operands``, an empty array."""
+    kv_heads, dim, width = keys.shape[1], keys.shape[3], values.shape[3]
+    share = out.shape[1] // dim // kv_heads
+    tiles = plan_tiles(positions, q_start, slots.shape[0], share, span_of(block_size), window)
+    threads = num_threads(control)
+    units, split, num_parts = plan_units(tiles, kv_heads, threads)
+    parts = np.empty((num_parts * kv_heads, _state_size(DIRECT_ROWS, width)), np.float32)
+    arguments = (
+        qkv, keys, values, scales, positions, slots, block_tables, units, parts, scale, window,
+        block_size, operands, out,
+    )  # fmt: skip
+    fork_join(control, _attention_unit, (arguments, threads), units.shape[0])
+    if split.shape[0]:
+        merging = (parts, split, width, kv_heads, share, dim, out)
+        fork_join(control, _merge_unit, merging, split.shape[0] * kv_heads)
 
 
 @njit(**JIT)
@@ -572,16 +655,7 @@ def attention(
     scale, window, block_size, out,
 ):  # fmt: skip
     """See ``Backend.attention``."""
-    kv_heads, dim, width = keys.shape[1], keys.shape[3], values.shape[3]
-    share = out.shape[1] // dim // kv_heads
-    tiles = _tiles(positions, q_start, slots.shape[0], share, _span(block_size), window)
-    units, split, num_parts = _units(tiles, kv_heads, num_threads(control))
-    parts = np.empty((num_parts * kv_heads, _state_size(_DIRECT_ROWS, width)), np.float32)
-    arguments = (
-        qkv, keys, values, scales, positions, slots, block_tables, units, parts, scale, window,
-        block_size, out,
+    attention_by(
+        control, qkv, keys, values, scales, positions, q_start, slots, block_tables,
+        scale, window, block_size, _operands(keys), out,
     )  # fmt: skip
-    fork_join(control, _attention_unit, arguments, units.shape[0])
-    if split.shape[0]:
-        merging = (parts, split, width, kv_heads, share, dim, out)
-        fork_join(control, _merge_unit, merging, split.shape[0] * kv_heads)

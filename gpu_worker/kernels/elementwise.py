@@ -24,31 +24,20 @@ from deepinfer.gpu_worker.kernels.vectors import (
     fma16,
     keep16,
     load16,
-    load_scalar,
+    load_first16,
     max16,
     max_of16,
     mul16,
     splat16,
     store16,
-    store_scalar,
+    store_first16,
     sub16,
     sum16,
 )
 
-# Elements a unit handles: a few microseconds of work, well above what starting it costs.
-_UNIT_ELEMENTS = 16384
 
-
-@njit(**INNER)
-def _load_tail(x, at, count, other):
-    """The last ``count`` < 16 elements of a row as a vector, ``other`` in the lanes behind them."""
-    lanes = np.empty(LANES, np.float32)
-    for i in range(LANES):
-        lanes[i] = load_scalar(x, at + i) if i < count else other
-    return load16(lanes, 0)
-
-
-@njit(**INNER)
+# Inlined before types are inferred: as calls, they took longer than what they compute.
+@njit(**INNER, inline="always")
 def inverse_rms(x, at, count, eps):
     """``1 / sqrt(mean(x**2) + eps)`` of ``count`` elements from flat offset ``at``."""
     squares = splat16(np.float32(0))
@@ -57,13 +46,13 @@ def inverse_rms(x, at, count, eps):
         value = load16(x, at + i)
         squares = fma16(value, value, squares)
     if whole < count:
-        value = _load_tail(x, at + whole, count - whole, np.float32(0))
+        value = load_first16(x, at + whole, count - whole, np.float32(0))
         squares = fma16(value, value, squares)
     mean = sum16(squares) / np.float32(count)
     return np.float32(1) / np.float32(math.sqrt(mean + np.float32(eps)))
 
 
-@njit(**INNER)
+@njit(**INNER, inline="always")
 def scale_row(x, at, count, scale, weight, out, out_at):
     """``out = x * scale * weight`` for one row."""
     factor = splat16(scale)
@@ -71,60 +60,39 @@ def scale_row(x, at, count, scale, weight, out, out_at):
     for i in range(0, whole, LANES):
         value = mul16(mul16(load16(x, at + i), factor), load16(weight, i))
         store16(out, out_at + i, value)
-    for i in range(whole, count):
-        value = (load_scalar(x, at + i) * scale) * load_scalar(weight, i)
-        store_scalar(out, out_at + i, value)
+    if whole < count:
+        rest = count - whole
+        value = load_first16(x, at + whole, rest, np.float32(0))
+        value = mul16(mul16(value, factor), load_first16(weight, whole, rest, np.float32(0)))
+        store_first16(out, out_at + whole, rest, value)
 
 
 @njit(**INNER)
-def _rms_norm_unit(arguments, unit):
-    x, weight, eps, out, rows = arguments
-    total, width = x.shape
-    for t in range(unit * rows, min(unit * rows + rows, total)):
-        scale = inverse_rms(x, t * width, width, eps)
-        scale_row(x, t * width, width, scale, weight, out, t * width)
-
-
-@njit(**JIT)
-def rms_norm(control, x, weight, eps, out):
-    """See ``Backend.rms_norm``."""
-    total, width = x.shape
-    rows = max(1, _UNIT_ELEMENTS // width)
-    fork_join(control, _rms_norm_unit, (x, weight, eps, out, rows), -(-total // rows))
+def normed_row(x, row, norm, eps, out, at):
+    """Write a row of x [T, K], normed by weights ``norm`` [K], to ``out`` from ``at`` on."""
+    width = x.shape[1]
+    scale = inverse_rms(x, row * width, width, eps)
+    scale_row(x, row * width, width, scale, norm, out, at)
 
 
 @njit(**INNER)
-def _silu_mul_unit(arguments, unit):
-    gate_up, out, rows = arguments
-    total, width = out.shape
-    one = splat16(np.float32(1))
-    zero = splat16(np.float32(0))
+def copied_row(x, row, out, at):
+    """Write a row of x [T, K] to ``out`` from element ``at`` on."""
+    width = x.shape[1]
     whole = width - width % LANES
-    for t in range(unit * rows, min(unit * rows + rows, total)):
-        at = t * 2 * width
-        for i in range(0, whole, LANES):
-            gate = load16(gate_up, at + i)
-            sigmoid_inverse = add16(one, exp16(sub16(zero, gate)))
-            value = mul16(div16(gate, sigmoid_inverse), load16(gate_up, at + width + i))
-            store16(out, t * width + i, value)
-        if whole < width:
-            count = width - whole
-            gate = _load_tail(gate_up, at + whole, count, np.float32(0))
-            up = _load_tail(gate_up, at + width + whole, count, np.float32(0))
-            value = mul16(div16(gate, add16(one, exp16(sub16(zero, gate)))), up)
-            lanes = np.empty(LANES, np.float32)
-            store16(lanes, 0, value)
-            for i in range(count):
-                out[t, whole + i] = lanes[i]
+    for i in range(0, whole, LANES):
+        store16(out, at + i, load16(x, row * width + i))
+    if whole < width:
+        rest = width - whole
+        value = load_first16(x, row * width + whole, rest, np.float32(0))
+        store_first16(out, at + whole, rest, value)
 
 
-@njit(**JIT)
-def silu_mul(control, gate_up, out):
-    """See ``Backend.silu_mul``."""
-    total, width = out.shape
-    # An exponential and a division make an element about four times as dear as a norm's.
-    rows = max(1, _UNIT_ELEMENTS // 4 // width)
-    fork_join(control, _silu_mul_unit, (gate_up, out, rows), -(-total // rows))
+@njit(**INNER)
+def silu_mul16(gate, up):
+    """``gate / (1 + exp(-gate)) * up``, lane by lane."""
+    inverse = add16(splat16(np.float32(1)), exp16(sub16(splat16(np.float32(0)), gate)))
+    return mul16(div16(gate, inverse), up)
 
 
 @njit(**JIT)
@@ -146,7 +114,7 @@ def _softmax_stats_unit(arguments, row):
     for i in range(0, whole, LANES):
         peak = max16(peak, load16(logits, at + i))
     if whole < width:
-        peak = max16(peak, _load_tail(logits, at + whole, width - whole, low))
+        peak = max16(peak, load_first16(logits, at + whole, width - whole, low))
     top = max_of16(peak)
     # A row that is -inf throughout has no finite reference; exp(-inf) is 0 with any.
     base = splat16(np.float32(0) if top == low else top)
@@ -154,7 +122,7 @@ def _softmax_stats_unit(arguments, row):
     for i in range(0, whole, LANES):
         total = add16(total, exp16(sub16(load16(logits, at + i), base)))
     if whole < width:
-        tail = _load_tail(logits, at + whole, width - whole, low)
+        tail = load_first16(logits, at + whole, width - whole, low)
         weights = exp16(sub16(tail, base))
         total = add16(total, keep16(weights, 0, width - whole, np.float32(0)))
     largest[row] = top

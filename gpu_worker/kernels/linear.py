@@ -1,7 +1,13 @@
 """Matrix products with packed weights, and rows gathered out of them.
 
-Weights [N, K] are packed once into panels [ceil(N / 16)][K][16], padded with zero columns: the
-micro-kernel then reads them front to back, whatever the number of rows it serves.
+Weights [N, K] are packed once into panels of 16 columns, padded with zeros, which the micro-kernel
+reads front to back whatever the number of rows it serves: float32 [ceil(N / 16)][K][16], bfloat16
+[ceil(N / 16)][ceil(K / 2)][16][2]. On a machine that multiplies pairs of bfloat16, activations are
+rounded to bfloat16 too before they meet such weights; sums are float32 in any case.
+
+What stands around a product is part of it where its numbers are in a cache anyway: an RMSNorm
+before it, and ``silu(gate) * up`` behind that of a gate and an up matrix. Their columns take turns
+by sixteen (``columns_of``), so that whoever has computed a gate has its up too.
 """
 
 # Compiled functions are typed by numba, for the arrays they are called with.
@@ -9,212 +15,82 @@ micro-kernel then reads them front to back, whatever the number of rows it serve
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from typing import Any
 
-from deepinfer.gpu_worker.kernels.fork_join import fork_join
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from deepinfer.gpu_worker.kernels.arena import Arena
+from deepinfer.gpu_worker.kernels.elementwise import copied_row, normed_row, silu_mul16
+from deepinfer.gpu_worker.kernels.fork_join import fork_join, num_threads
 from deepinfer.gpu_worker.kernels.micro_kernel import (
-    bias_1x1,
-    bias_1x2,
-    bias_1x4,
-    bias_2x1,
-    bias_2x3,
-    bias_3x1,
-    bias_3x2,
-    bias_4x1,
-    bias_5x1,
-    bias_6x1,
-    near_1x1,
-    near_2x1,
-    near_3x1,
-    near_4x1,
-    near_5x1,
-    near_6x1,
-    partial_1x1,
-    prefetch,
+    HAS_BF16_DOT,
+    WIDE_REGISTERS,
+    make_tiles,
 )
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
-from deepinfer.gpu_worker.kernels.vectors import LANES, add16, load16, load_scalar, store16
+from deepinfer.gpu_worker.kernels.vectors import (
+    LANES,
+    load16,
+    load_scalar,
+    store16,
+    store_first16,
+    store_scalar,
+)
 
-# Up to so many rows the time to fetch the weights counts too: it hides best behind multiply-adds
-# that take them as they come. With more rows it pays to prepare them first.
-_DIRECT_ROWS = 64
-# Rows of a unit: enough to make little of preparing its weights, few enough for their part of x to
+# How many panels the tiles of 1, 2, … rows take at once and keep their sums in registers.
+_TILE_PANELS = (4, 4, 4, 4, 4, 4) if WIDE_REGISTERS else (4, 2, 1, 1, 1, 1)
+_TILE_ROWS = len(_TILE_PANELS)
+# Rows of a unit: enough to make little of fetching its weights, few enough for their part of x to
 # stay in the L2 cache.
-_CHUNK_ROWS = 128
-# Terms of a sum between two stops: 24 KB of float32 weights, which stay in the L1 cache beside x.
-_BLOCK_TERMS = 384
-# Weights come from memory in long runs, yet the hardware alone fetches them too late to keep it
-# busy. Measured with cold weights, 1 to 64 rows: 10 to 25 % less time in the median. Panels lie one
-# behind the other, so this reaches into the next one; beyond the array's end it is harmless.
-_AHEAD_BYTES = 2048
+_CHUNK_ROWS = 126
+# Terms of a sum between two stops: the weights of a tile stay in the L2 cache, beside x.
+_BLOCK_TERMS = 1536
+# Activations that a unit of ``_prepared`` writes: some microseconds of work.
+_UNIT_ELEMENTS = 16384
+
+
+@njit(**INNER)
+def _pack_unit(arguments, unit):
+    """Fill the columns that come from sixteen rows of ``source``."""
+    source, panels, columns = arguments
+    rows, depth = source.shape
+    odd = panels.shape[3] - 1
+    begin = unit * LANES
+    end = min(rows, begin + LANES)
+    # A cache line of each row after the other: what they go to stays in the L1 cache meanwhile.
+    line = 64 // panels.itemsize
+    for start in range(0, depth, line):
+        for n in range(begin, end):
+            panel, lane = columns[n] // LANES, columns[n] % LANES
+            for k in range(start, min(start + line, depth)):
+                panels[panel, k >> odd, lane, k & odd] = source[n, k]
 
 
 @njit(**JIT)
-def pack_panels(source, panels, first):
-    """Copy ``source`` [n, K] into columns ``first`` … ``first + n - 1`` of ``panels``."""
-    rows, depth = source.shape
-    for n in range(rows):
-        panel = (first + n) // LANES
-        lane = (first + n) % LANES
-        for k in range(depth):
-            panels[panel, k, lane] = source[n, k]
+def pack_panels(control, source, panels, columns):
+    """Copy ``source`` [n, K] into ``columns`` [n] of ``panels``."""
+    fork_join(control, _pack_unit, (source, panels, columns), -(-source.shape[0] // LANES))
 
 
 @njit(**JIT)
 def gather_rows(panels, ids, out):
     """``out[t] = W[ids[t]]`` as float32."""
-    depth = panels.shape[1]
+    terms = panels.shape[3]
+    size = panels.shape[1] * LANES * terms
     for t in range(ids.shape[0]):
-        at = (ids[t] // LANES) * depth * LANES + ids[t] % LANES
-        for k in range(depth):
-            out[t, k] = load_scalar(panels, at + k * LANES)
+        at = (ids[t] // LANES) * size + ids[t] % LANES * terms
+        for k in range(out.shape[1]):
+            out[t, k] = load_scalar(panels, at + k // terms * LANES * terms + k % terms)
 
 
-@njit(**INNER)
-def _row_block(x, x_at, panels, panel, out, out_at, bias, add, rows, columns):
-    """``rows`` (1 to 6) rows times one panel, of which ``columns`` exist."""
-    depth = panels.shape[1]
-    width = out.shape[1]
-    w_at = panel * depth * LANES
-    b_at = panel * LANES
-    ahead = _AHEAD_BYTES // panels.itemsize
-    if columns < LANES:
-        for r in range(rows):
-            partial_1x1(
-                x, x_at + r * depth, depth, panels, w_at, 0, LANES, ahead, 0, depth,
-                out, out_at + r * width, width, bias, b_at, add, columns,
-            )  # fmt: skip
-    elif rows == 6:
-        bias_6x1(
-            x, x_at, depth, panels, w_at, 0, LANES, ahead, 0, depth,
-            out, out_at, width, bias, b_at, add,
-        )  # fmt: skip
-    elif rows == 5:
-        bias_5x1(
-            x, x_at, depth, panels, w_at, 0, LANES, ahead, 0, depth,
-            out, out_at, width, bias, b_at, add,
-        )  # fmt: skip
-    elif rows == 4:
-        bias_4x1(
-            x, x_at, depth, panels, w_at, 0, LANES, ahead, 0, depth,
-            out, out_at, width, bias, b_at, add,
-        )  # fmt: skip
-    elif rows == 3:
-        bias_3x1(
-            x, x_at, depth, panels, w_at, 0, LANES, ahead, 0, depth,
-            out, out_at, width, bias, b_at, add,
-        )  # fmt: skip
-    elif rows == 2:
-        bias_2x1(
-            x, x_at, depth, panels, w_at, 0, LANES, ahead, 0, depth,
-            out, out_at, width, bias, b_at, add,
-        )  # fmt: skip
-    else:
-        bias_1x1(
-            x, x_at, depth, panels, w_at, 0, LANES, ahead, 0, depth,
-            out, out_at, width, bias, b_at, add,
-        )  # fmt: skip
-
-
-@njit(**INNER)
-def _few_rows(x, panels, first, last, out, bias, add):
-    """1 to 3 rows times panels ``first`` … ``last - 1``.
-
-    One panel would leave the multiply-adds waiting for each other, so several go side by side; the
-    order within each sum is the same.
-    """
-    rows, depth = x.shape
-    width = out.shape[1]
-    size = depth * LANES
-    full = min(last, width // LANES)
-    ahead = _AHEAD_BYTES // 2 // panels.itemsize
-    p = first
-    if rows == 1:
-        while p + 4 <= full:
-            bias_1x4(
-                x, 0, depth, panels, p * size, size, LANES, ahead, 0, depth,
-                out, p * LANES, width, bias, p * LANES, add,
-            )  # fmt: skip
-            p += 4
-        while p + 2 <= full:
-            bias_1x2(
-                x, 0, depth, panels, p * size, size, LANES, ahead, 0, depth,
-                out, p * LANES, width, bias, p * LANES, add,
-            )  # fmt: skip
-            p += 2
-    elif rows == 2:
-        while p + 3 <= full:
-            bias_2x3(
-                x, 0, depth, panels, p * size, size, LANES, ahead, 0, depth,
-                out, p * LANES, width, bias, p * LANES, add,
-            )  # fmt: skip
-            p += 3
-    else:
-        while p + 2 <= full:
-            bias_3x2(
-                x, 0, depth, panels, p * size, size, LANES, ahead, 0, depth,
-                out, p * LANES, width, bias, p * LANES, add,
-            )  # fmt: skip
-            p += 2
-    while p < last:
-        columns = min(LANES, width - p * LANES)
-        _row_block(x, 0, panels, p, out, p * LANES, bias, add, rows, columns)
-        p += 1
-
-
-@njit(**INNER)
-def _direct_unit(arguments, unit):
-    """All rows times some panels, with the weights as they are stored."""
-    x, panels, out, bias, add, width = arguments
-    rows, depth = x.shape
-    first = unit * width
-    last = min(first + width, panels.shape[0])
-    if rows <= 3:
-        _few_rows(x, panels, first, last, out, bias, add)
-        return
-    # Blocks that differ by at most one row: 7 rows go as 4 + 3, not as 6 + a slow 1.
-    blocks = -(-rows // 6)
-    columns_all = out.shape[1]
-    for p in range(first, last):
-        columns = min(LANES, columns_all - p * LANES)
-        row = 0
-        for block in range(blocks):
-            size = rows // blocks + (1 if block < rows % blocks else 0)
-            out_at = row * columns_all + p * LANES
-            _row_block(x, row * depth, panels, p, out, out_at, bias, add, size, columns)
-            row += size
-
-
-@njit(**INNER)
-def _near_block(x, x_at, depth, weights, terms, sums, at, rows):
-    """Add ``terms`` products to the sums of ``rows`` (1 to 6) rows and one panel."""
-    if rows == 6:
-        near_6x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
-    elif rows == 5:
-        near_5x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
-    elif rows == 4:
-        near_4x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
-    elif rows == 3:
-        near_3x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
-    elif rows == 2:
-        near_2x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
-    else:
-        near_1x1(x, x_at, depth, weights, 0, 0, LANES, 0, 0, terms, sums, at, LANES)
-
-
-@njit(**INNER)
-def _finish(sums, at, out, row, column, columns, add):
-    """Write one row's sums of a panel, of which ``columns`` exist, to where they belong."""
-    o = row * out.shape[1] + column
-    if columns < LANES:
-        for i in range(columns):
-            total = sums[at + i]
-            out[row, column + i] = total + out[row, column + i] if add else total
-    elif add:
-        store16(out, o, add16(load16(sums, at), load16(out, o)))
-    else:
-        store16(out, o, load16(sums, at))
+# Compiled functions must see it as a global: numba cannot cache one that captures it. First come
+# tiles of 1, 2, … rows and the panels they take at once, then the same rows with one panel.
+products = make_tiles(
+    [(i + 1, panels) for i, panels in enumerate(_TILE_PANELS)]
+    + [(i + 1, 1) for i in range(_TILE_ROWS)]
+)
 
 
 @njit(**INNER)
@@ -225,90 +101,220 @@ def even_share(total, most):
 
 
 @njit(**INNER)
-def _blocked_unit(arguments, unit):
+def going_on(unit, units, threads):
+    """Which unit to do for ``unit``, of as many for each thread; none from ``units`` on.
+
+    Threads draw units in turns. In this order each of them goes on where it was, and finds the
+    weights it has asked for already.
+    """
+    return unit % threads * -(-units // threads) + unit // threads
+
+
+@njit(**INNER)
+def write_gated(sums, at, stride, out, row, rows, column, pairs):
+    """``silu(gate) * up`` to some rows of ``out``, from a column on, sixteen for each pair.
+
+    ``sums`` has sixteen gates, then their ups, for each pair, from ``at`` on; rows are ``stride``
+    apart.
+    """
+    width = out.shape[1]
+    # One loop over whole vectors: calls cost more than what is computed here.
+    for r in range(rows):
+        for pair in range(pairs):
+            here = at + r * stride + pair * 2 * LANES
+            o = column + pair * LANES
+            value = silu_mul16(load16(sums, here), load16(sums, here + LANES))
+            if o + LANES <= width:
+                store16(out, (row + r) * width + o, value)
+            else:
+                store_first16(out, (row + r) * width + o, width - o, value)
+
+
+def _if_float32(out: Any, other: Any) -> Any:
+    """``out`` where it is float32: what tiles write to. An overload for compiled code."""
+
+
+@overload(_if_float32, jit_options={**INNER}, inline="never")
+def _if_float32_of(out, other):
+    if out.dtype == types.float32:
+        return lambda out, other: out
+    return lambda out, other: other
+
+
+@njit(**INNER)
+def _unit(arguments, unit):
     """Some rows times some panels, in blocks of K (Goto & van de Geijn 2008).
 
-    A block of weights is widened to float32 once and then serves all rows out of the L1 cache.
     Between blocks the sums lie in memory, which changes nothing: they are float32 in registers
-    too, and the terms still come one by one in ascending order.
+    too, and the terms still come in ascending order.
     """
-    x, panels, out, bias, add, chunk, width, block_terms = arguments
+    x, panels, bias, gated, out, add, chunk, width, block_terms, threads = arguments
     depth = x.shape[1]
-    groups = -(-panels.shape[0] // width)
-    first = (unit % groups) * width
+    size = panels[0].size
+    shares = -(-panels.shape[0] // width)
+    units = shares * -(-x.shape[0] // chunk)
+    unit = going_on(unit, units, threads)
+    if unit >= units:
+        return
+    first = (unit % shares) * width
     last = min(first + width, panels.shape[0])
-    begin = (unit // groups) * chunk
+    begin = (unit // shares) * chunk
     rows = min(chunk, x.shape[0] - begin)
-    blocks = -(-rows // 6)
+    # Tiles that differ by at most one row: 7 rows go as 4 + 3, not as 6 + a slow 1. Where there are
+    # several, all take equally many panels.
+    tiles = -(-rows // _TILE_ROWS)
+    most = _TILE_PANELS[-(-rows // tiles) - 1]
     line = 64 // panels.itemsize
-    weights = np.empty(block_terms * LANES, np.float32)
-    sums = np.empty((last - first) * rows * LANES, np.float32)
-    for k in range(0, depth, block_terms):
-        terms = min(block_terms, depth - k)
-        share = -(-terms * LANES // (blocks * line)) * line
-        for p in range(first, last):
-            w_at = (p * depth + k) * LANES
-            for i in range(0, terms * LANES, LANES):
-                store16(weights, i, load16(panels, w_at + i))
-            # What comes next is fetched bit by bit while these weights are at work.
-            following = w_at + depth * LANES
-            if p + 1 == last and k + terms < depth:
-                following = (first * depth + k + terms) * LANES
-            columns = min(LANES, out.shape[1] - p * LANES)
+    stride = -(-line // tiles)
+    # Between blocks of K, where not all columns of a panel exist, and until a gate has its up,
+    # sums lie here.
+    width_aside = max(most, 2) * LANES
+    aside = np.empty((rows, width_aside), np.float32)
+    direct = _if_float32(out, aside)
+    biases = bias.reshape((1, bias.size))
+    p = first
+    while p < last:
+        count = most if p + most <= last else 1
+        columns = min(count * LANES, out.shape[1] - p * LANES)
+        for k in range(0, depth, block_terms):
+            terms = min(block_terms, depth - k)
+            ends = k + terms == depth
+            whole = ends and not gated and columns == count * LANES
+            # While some panels are at work the next are fetched, by each tile its part.
+            fetch = (p + count) * size + k * LANES * count
             row = 0
-            for block in range(blocks):
-                for i in range(block * share, (block + 1) * share, line):
-                    prefetch(panels, following + i)
-                size = rows // blocks + (1 if block < rows % blocks else 0)
-                at = ((p - first) * rows + row) * LANES
-                if k == 0:
-                    for r in range(size):
-                        store16(sums, at + r * LANES, load16(bias, p * LANES))
-                x_at = (begin + row) * depth + k
-                _near_block(x, x_at, depth, weights, terms, sums, at, size)
-                # Here and not at the end, so that the writes go on behind the multiply-adds.
-                if k + terms == depth:
-                    for r in range(size):
-                        s = at + r * LANES
-                        _finish(sums, s, out, begin + row + r, p * LANES, columns, add)
-                row += size
+            for tile in range(tiles):
+                number = rows // tiles + (1 if tile < rows % tiles else 0)
+                aside_at = row * width_aside + p * LANES % width_aside
+                start, start_at, start_row = biases, p * LANES, 0
+                if k > 0:
+                    start, start_at, start_row = aside, aside_at, width_aside
+                target, target_at, target_row = aside, aside_at, width_aside
+                if whole:
+                    target, target_row = direct, out.shape[1]
+                    target_at = (begin + row) * target_row + p * LANES
+                products(
+                    x, (begin + row) * depth + k, depth, panels, p * size + k * LANES, size, terms,
+                    target, target_at, target_row, fetch, stride,
+                    start, start_at, start_row, add and whole,
+                    number - 1 if count == most else _TILE_ROWS + number - 1,
+                )  # fmt: skip
+                fetch += terms * LANES // line * count * stride
+                if ends and gated and (p + count) % 2 == 0:
+                    pairs = max(count // 2, 1)
+                    pair = (p + count) // 2 - pairs
+                    at = row * width_aside + 2 * pair * LANES % width_aside
+                    write_gated(
+                        aside, at, width_aside, out, begin + row, number, pair * LANES, pairs
+                    )
+                elif ends and not gated and not whole:
+                    for r in range(row, row + number):
+                        o = (begin + r) * out.shape[1] + p * LANES
+                        for i in range(columns):
+                            total = aside[r, p * LANES % width_aside + i]
+                            if add:
+                                total += load_scalar(out, o + i)
+                            store_scalar(out, o + i, total)
+                row += number
+        p += count
+
+
+@njit(**INNER)
+def _prepare_unit(arguments, unit):
+    x, norm, eps, out, rows = arguments
+    total, depth = x.shape
+    for t in range(unit * rows, min(unit * rows + rows, total)):
+        if norm.size:
+            normed_row(x, t, norm, eps, out, t * out.shape[1])
+        else:
+            copied_row(x, t, out, t * out.shape[1])
+        if out.shape[1] > depth:
+            out[t, depth] = 0
+
+
+@njit(**INNER)
+def _prepared(control, x, norm, eps, padded, like):
+    """``x`` [T, K] normed, if at all, in another dtype, with a zero behind each row of odd K."""
+    rows = max(1, _UNIT_ELEMENTS // padded)
+    out = np.empty((x.shape[0], padded), like.dtype)
+    fork_join(control, _prepare_unit, (x, norm, eps, out, rows), -(-x.shape[0] // rows))
+    return out
+
+
+def _operand(control: Any, x: Any, norm: Any, eps: Any, panels: Any) -> Any:
+    """``x`` in the form that a product with ``panels`` takes; an overload for compiled code."""
+
+
+@overload(_operand, jit_options={**INNER}, inline="never")
+def _operand_of(control, x, norm, eps, panels):
+    if x.dtype != types.float32:
+        return lambda control, x, norm, eps, panels: x
+    if HAS_BF16_DOT and panels.dtype != types.float32:
+        return lambda control, x, norm, eps, panels: _prepared(
+            control, x, norm, eps, panels.shape[1] * 2, panels
+        )
+
+    def as_it_is(control, x, norm, eps, panels):
+        padded = panels.shape[1] * panels.shape[3]
+        if norm.size == 0 and x.shape[1] == padded:
+            return x
+        return _prepared(control, x, norm, eps, padded, x)
+
+    return as_it_is
 
 
 @njit(**JIT)
-def linear(control, x, panels, bias, out, add):
-    """``out = x @ W.T + bias`` or ``out += …``; x [T, K], panels [P, K, 16], out [T, N]."""
-    rows, depth = x.shape
+def linear(control, x, norm, eps, panels, bias, gated, out, add):
+    """See ``Backend.linear``; ``norm`` is empty for none, panels are as ``packed``."""
+    rows = x.shape[0]
     num_panels = panels.shape[0]
     if rows == 0:
         return
+    operand = _operand(control, x, norm, eps, panels)
     # Units of 10 µs or more, and some tens of them to even out a core that others use too.
-    if rows <= _DIRECT_ROWS:
-        if rows == 2:
-            width = 6
-        elif rows <= 3:
-            width = 4 if num_panels > 64 else 2
-        else:
-            width = max(1, 32 // rows)
-        units = -(-num_panels // width)
-        fork_join(control, _direct_unit, (x, panels, out, bias, add, width), units)
-    else:
-        chunk = even_share(rows, _CHUNK_ROWS)
+    chunk = _TILE_ROWS * even_share(-(-rows // _TILE_ROWS), _CHUNK_ROWS // _TILE_ROWS)
+    chunks = -(-rows // chunk)
+    width = 4 * max(1, min(4, num_panels * chunks // 128))
+    if rows < 8 and num_panels > 64:
+        width = 8
+    shares = -(-num_panels // width)
+    threads = num_threads(control)
+    if chunks == 1 and rows >= 4 * _TILE_ROWS and -(-2 * shares // threads) % 2:
+        # One thread would have a unit more than another: half as many rows each even that out.
+        chunk = _TILE_ROWS * even_share(chunk // _TILE_ROWS, -(-chunk // _TILE_ROWS // 2))
         chunks = -(-rows // chunk)
-        width = max(1, min(8, num_panels * chunks // 32))
-        units = -(-num_panels // width) * chunks
-        block_terms = even_share(depth, _BLOCK_TERMS)
-        arguments = (x, panels, out, bias, add, chunk, width, block_terms)
-        fork_join(control, _blocked_unit, arguments, units)
+    block_terms = 2 * even_share(-(-operand.shape[1] // 2), _BLOCK_TERMS // 2)
+    units = shares * chunks
+    threads = min(threads, units)
+    arguments = (operand, panels, bias, gated, out, add, chunk, width, block_terms, threads)
+    fork_join(control, _unit, arguments, -(-units // threads) * threads)
 
 
-def packed(parts: list[np.ndarray]) -> np.ndarray:
-    """Panels of the stacked ``parts``, each [N_i, K] of one dtype; the parts are read once."""
+def columns_of(sizes: list[int], gated: bool) -> list[np.ndarray]:
+    """Which column each row of parts of these sizes becomes, int64 [N_i] each.
+
+    One part after the other, or, of a gate and an up matrix, sixteen of either in turns.
+    """
+    if gated:
+        row = np.arange(sizes[0])
+        return [row + row // LANES * LANES + part * LANES for part in range(2)]
+    return np.split(np.arange(sum(sizes)), np.cumsum(sizes[:-1]))
+
+
+def packed(
+    control: int, parts: list[np.ndarray], columns: list[np.ndarray], arena: Arena
+) -> np.ndarray:
+    """Panels of ``parts`` [N_i, K] of one dtype, in ``columns``; the parts are read once."""
     depth = parts[0].shape[1]
-    total = sum(part.shape[0] for part in parts)
-    panels = np.zeros((-(-total // LANES), depth, LANES), parts[0].dtype)
-    first = 0
-    for part in parts:
+    total = columns[-1][-1] + 1
+    terms = 1 if parts[0].dtype == np.float32 else 2
+    shape = (-(-total // LANES), -(-depth // terms), LANES, terms)
+    panels = arena.zeros(shape, parts[0].dtype)
+    # Whole pairs move as one number.
+    unit = np.uint32 if terms == 2 and depth % 2 == 0 else parts[0].dtype
+    target = panels.view(unit)
+    for part, places in zip(parts, columns, strict=True):
         # One layout for the compiled function; only an odd one (unaligned, strided) is copied.
-        pack_panels(np.require(part, requirements=["C", "A"]), panels, first)
-        first += part.shape[0]
+        source = np.require(np.require(part, requirements="C").view(unit), requirements=["C", "A"])
+        pack_panels(control, source, target, places)
     return panels

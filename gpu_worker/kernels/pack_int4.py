@@ -13,6 +13,8 @@ import numpy as np
 from numba import njit
 from numba.extending import intrinsic
 
+from deepinfer.gpu_worker.kernels.arena import Arena
+from deepinfer.gpu_worker.kernels.byte_product import COLUMNS
 from deepinfer.gpu_worker.kernels.fork_join import fork_join
 from deepinfer.gpu_worker.kernels.micro_kernel_int4 import CODE_BYTES, GROUP, WEIGHT_BYTES
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
@@ -129,7 +131,7 @@ def _fit(control, source, fitted):
 
 @njit(**INNER)
 def _encode_unit(arguments, unit):
-    source, fitted, bits, panels, first = arguments
+    source, fitted, bits, panels, columns = arguments
     rows = source.shape[0]
     row = unit * LANES
     tile = np.empty(_TILE, np.float32)
@@ -148,37 +150,38 @@ def _encode_unit(arguments, unit):
             q = _where_less(zero, q, q, zero)
             store16(tile, at, sub16(add16(q, shift), shift))
         for lane in range(min(LANES, rows - row)):
-            panel, column = divmod(first + row + lane, LANES)
+            panel, column = divmod(columns[row + lane], COLUMNS)
             block = panels[panel, group]
             for k in range(0, GROUP, 8):
                 for i in range(4):
                     low = np.uint8(tile[(k + i) * LANES + lane])
                     high = np.uint8(tile[(k + 4 + i) * LANES + lane])
-                    block[8 * k + 4 * column + i] = low | high << 4
+                    block[k // 2 * COLUMNS + 4 * column + i] = low | high << 4
             for which in range(2):
-                at = CODE_BYTES + 2 * (which * LANES + column)
+                at = CODE_BYTES + 2 * (which * COLUMNS + column)
                 block[at] = bits[row + lane, group, which] & 0xFF
                 block[at + 1] = bits[row + lane, group, which] >> 8
 
 
 @njit(**JIT)
-def _encode(control, source, fitted, bits, panels, first):
-    arguments = (source, fitted, bits, panels, first)
+def _encode(control, source, fitted, bits, panels, columns):
+    arguments = (source, fitted, bits, panels, columns)
     fork_join(control, _encode_unit, arguments, -(-source.shape[0] // LANES))
 
 
-def packed_int4(control: int, parts: list[np.ndarray]) -> np.ndarray:
-    """Panels uint8 [ceil(N / 16), ceil(K / 32), 320] of the stacked ``parts``, each [N_i, K].
+def packed_int4(
+    control: int, parts: list[np.ndarray], columns: list[np.ndarray], arena: Arena
+) -> np.ndarray:
+    """Panels uint8 [P, ceil(K / 32), WEIGHT_BYTES] of ``parts`` [N_i, K], in ``columns``.
 
     The parts are float32 or bfloat16 as uint16 and are read one after the other; nothing of them is
     kept. ``ValueError`` when a weight does not fit in float16.
     """
     depth = parts[0].shape[1]
-    total = sum(part.shape[0] for part in parts)
+    total = columns[-1][-1] + 1
     groups = -(-depth // GROUP)
-    panels = np.zeros((-(-total // LANES), groups, WEIGHT_BYTES), np.uint8)
-    first = 0
-    for part in parts:
+    panels = arena.zeros((-(-total // COLUMNS), groups, WEIGHT_BYTES), np.uint8)
+    for part, places in zip(parts, columns, strict=True):
         # One layout for the compiled function; only an odd one (unaligned, strided) is copied.
         source = np.require(part, requirements=["C", "A"])
         fitted = np.empty((part.shape[0], groups, 2), np.float32)
@@ -187,6 +190,6 @@ def packed_int4(control: int, parts: list[np.ndarray]) -> np.ndarray:
             halves = fitted.astype(np.float16)
         if not np.isfinite(halves).all():
             raise ValueError("quantization int4 needs weights within float16's 65504, and no NaN")
-        _encode(control, source, halves.astype(np.float32), halves.view(np.uint16), panels, first)
-        first += part.shape[0]
+        bits = halves.view(np.uint16)
+        _encode(control, source, halves.astype(np.float32), bits, panels, places)
     return panels

@@ -1,4 +1,4 @@
-"""Drawing a token from a row of logits, and log probabilities of rows.
+"""The largest of a row of logits, drawing a token from it, and its log probabilities.
 
 Each row is worked on by itself, its sums in one fixed order, so that a result never depends on the
 rows beside it or on the number of threads.
@@ -37,6 +37,59 @@ GROUP = 4 * LANES
 
 # Further below the best than this a token has no weight in float32 (the exponential gives 0).
 _FARTHEST = 88.0
+
+
+# Below every logit that is a number; the larger of the two is finite unless the logit is not.
+_LOWEST = np.float32(-3.0e38)
+
+
+@njit(**JIT)
+def _largest_unit(arguments, n):
+    logits, tokens, peaks = arguments
+    row = logits[n]
+    zero, lowest = splat16(np.float32(0)), splat16(_LOWEST)
+    poison = zero
+    peak, best = np.float32(-np.inf), 0
+    whole = len(row) // GROUP * GROUP
+    for at in range(0, whole, GROUP):
+        group = load16(row, at)
+        for i in range(0, GROUP, LANES):
+            logit = load16(row, at + i)
+            group = max16(group, logit)
+            # Nothing times 0 is 0 but what is finite.
+            poison = add16(poison, mul16(max16(logit, lowest), zero))
+        largest = max_of16(group)
+        if largest > peak:
+            peak, best = largest, at
+    token = best
+    while token < whole and row[token] != peak and token < best + GROUP:
+        token += 1
+    poisoned = sum16(poison) != 0
+    for i in range(whole, len(row)):
+        poisoned |= not row[i] < np.inf
+        if row[i] > peak:
+            peak, token = row[i], i
+    tokens[n] = token
+    peaks[n] = np.nan if poisoned else peak
+
+
+@njit(**JIT)
+def largest(control, logits, tokens, peaks):
+    """Find the largest logit of each row, the first of equals.
+
+    - ``control``: of a ``ThreadTeam``.
+    - ``logits`` float32 [S, V].
+    - ``tokens`` int32 [S] gets its index, any for a row with NaN or infinity.
+    - ``peaks`` float32 [S] gets the logit, NaN for a row with NaN or infinity. One of which all
+      logits are -inf has that.
+
+    True when all of ``peaks`` are finite.
+    """
+    fork_join(control, _largest_unit, (logits, tokens, peaks), len(tokens))
+    finite = True
+    for peak in peaks:
+        finite &= math.isfinite(peak)
+    return finite
 
 
 @njit(**JIT)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import time
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+KEPT_DAYS = 30
+"""What is kept on disk and was not used for so long may be removed."""
 
+
+@cache
 def _source_digest() -> str:
-    """Digest of the kernel sources.
+    """Digest of the kernel sources, read once.
 
     numba renews a cached function when its own file changes, not when a file it calls into does, so
     the sources as a whole name the folder.
@@ -22,15 +28,33 @@ def _source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def home() -> Path:
+    """The folder of everything that is kept on disk."""
+    home = os.environ.get("DEEPINFER_HOME") or "~/.cache/deepinfer"
+    return Path(home).expanduser()
+
+
 def cache_folder() -> Path:
     """Folder of the compiled kernels of this version."""
-    home = os.environ.get("DEEPINFER_HOME") or Path.home() / ".cache" / "deepinfer"
-    return Path(home) / "kernels" / _source_digest()
+    return home() / "kernels" / _source_digest()
 
 
 def discard_compiled() -> None:
     """Remove the compiled kernels of this version from disk."""
     shutil.rmtree(cache_folder(), ignore_errors=True)
+
+
+def remove_unused() -> None:
+    """Note that this version's kernels are used, and remove those of versions that are not."""
+    own = cache_folder()
+    oldest = time.time() - KEPT_DAYS * 86_400
+    try:
+        os.utime(own)
+        for folder in own.parent.iterdir():
+            if folder.stat().st_mtime < oldest:
+                shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass  # kept elsewhere, not writable, or removed by another process meanwhile
 
 
 # Where the folder cannot be written numba falls back to one it finds for itself.

@@ -84,18 +84,32 @@ def emit_load(builder: Any, pointer: Any, element: Any) -> Any:
 
 
 def emit_store(builder: Any, pointer: Any, element: Any, value: Any) -> None:
-    """Store sixteen floats, rounded to nearest even where the array holds bfloat16."""
+    """Store sixteen floats, rounded to nearest even where the array holds bfloat16 or int8.
+
+    To int8 they must be finite and at most 127.
+    """
     if element == types.float32:
         builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
         return
+    if element == types.int8:
+        signature = ir.FunctionType(VECTOR, [VECTOR])
+        rint = cgutils.get_or_insert_function(builder.module, signature, "llvm.rint.v16f32")
+        integers = builder.fptosi(builder.call(rint, [value]), VECTOR_I8)
+        builder.store(integers, builder.bitcast(pointer, VECTOR_I8.as_pointer()), align=1)
+        return
+    half = emit_bfloat16(builder, value)
+    builder.store(half, builder.bitcast(pointer, VECTOR_I16.as_pointer()), align=2)
+
+
+def emit_bfloat16(builder: Any, value: Any) -> Any:
+    """Sixteen floats as bfloat16, rounded to nearest even."""
     bits = builder.bitcast(value, VECTOR_I32)
     odd = builder.and_(builder.lshr(bits, same_int(16)), same_int(1))
     rounded = builder.add(bits, builder.add(odd, same_int(0x7FFF)))
     # Rounding could carry a NaN's payload into the sign; it must stay a NaN to be noticed.
     nan = builder.fcmp_unordered("uno", value, value)
     rounded = builder.select(nan, same_int(0x7FC00000), rounded)
-    half = builder.trunc(builder.lshr(rounded, same_int(16)), VECTOR_I16)
-    builder.store(half, builder.bitcast(pointer, VECTOR_I16.as_pointer()), align=2)
+    return builder.trunc(builder.lshr(rounded, same_int(16)), VECTOR_I16)
 
 
 def emit_splat(builder: Any, scalar: Any) -> Any:
@@ -112,13 +126,26 @@ def emit_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return builder.call(fma, [x, y, z])
 
 
-def emit_prefetch(builder: Any, pointer: Any) -> None:
-    """Ask for the cache line at ``pointer``; never faults."""
+def emit_prefetch(builder: Any, pointer: Any, level: int = 1, write: bool = False) -> None:
+    """Ask for the cache line at ``pointer`` in the L1 or L2 cache; never faults."""
     pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
     signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     prefetch = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
-    builder.call(prefetch, [pointer, read, keep, data])
+    use, keep, data = (ir.Constant(I32, value) for value in (int(write), 4 - level, 1))
+    builder.call(prefetch, [pointer, use, keep, data])
+
+
+def emit_choice(builder: Any, value: Any, count: int, emit: Callable[[int], None]) -> None:
+    """Write code that does ``emit(n)`` where the int64 ``value`` is n, from 0 to ``count - 1``."""
+    after = builder.append_basic_block("after")
+    blocks = [builder.append_basic_block(f"choice{n}") for n in range(count)]
+    switch = builder.switch(value, blocks[0])
+    for n, block in enumerate(blocks):
+        switch.add_case(index(n), block)
+        builder.position_at_end(block)
+        emit(n)
+        builder.branch(after)
+    builder.position_at_end(after)
 
 
 def emit_mask(builder: Any, first: Any, last: Any) -> Any:
@@ -162,6 +189,56 @@ def _emit_exp(builder: Any, x: Any) -> Any:
     return builder.select(tiny, same(0.0), builder.fmul(series, scale))
 
 
+def emit_exp2(builder: Any, x: Any) -> Any:
+    """Write 2**x, x <= 0, as 2**n * 2**r, |r| <= 1/2, with the minimax polynomial of degree 5.
+
+    The relative error is below 2e-7. 2**0 is exactly 1, what underflows exactly 0, and a NaN stays
+    one.
+    """
+    tiny = builder.fcmp_ordered("<", x, same(-126.0))
+    series, exponent = _emit_exp2_parts(builder, x, 127, _EXP2)
+    power = builder.fmul(series, builder.bitcast(exponent, VECTOR))
+    return builder.select(tiny, same(0.0), power)
+
+
+def emit_coarse_exp2(builder: Any, x: Any) -> Any:
+    """Write 2**x, x <= 0, with a relative error of 1e-4, for what is rounded to bfloat16.
+
+    2**0 is exactly 1, what is rounded to zero by ``emit_dot`` or below 2**-127 may be 0, and a NaN
+    of bfloat16 stays one. Like ``emit_exp2``, with the polynomial of degree 3 that is 1 at 0.
+    """
+    # The exponent of the result must not fall below 0. Where x is a NaN it is what is chosen.
+    x = builder.select(builder.fcmp_ordered(">", same(-127.0), x), same(-127.0), x)
+    series, exponent = _emit_exp2_parts(builder, x, 0, _COARSE_EXP2)
+    return builder.bitcast(builder.add(builder.bitcast(series, VECTOR_I32), exponent), VECTOR)
+
+
+def _emit_exp2_parts(
+    builder: Any, x: Any, bias: int, coefficients: tuple[float, ...]
+) -> tuple[Any, Any]:
+    """The polynomial in r = x - round(x), and round(x) + ``bias`` where a float's exponent is."""
+    # Leaves round(x) + bias in the low bits of the mantissa.
+    shift = same(12582912.0 + bias)
+    shifted = builder.fadd(x, shift)
+    r = builder.fsub(x, builder.fsub(shifted, shift))
+    series = same(coefficients[0])
+    for coefficient in coefficients[1:]:
+        series = emit_fma(builder, series, r, same(coefficient))
+    return series, builder.shl(builder.bitcast(shifted, VECTOR_I32), same_int(23))
+
+
+# Of 2**r, highest power first.
+_COARSE_EXP2 = (0.05500878052226562, 0.2422108295294781, 0.6932829290439609, 1.0)
+_EXP2 = (
+    0.001326472731307149,
+    0.009671512991189957,
+    0.05550733581185341,
+    0.24022242426872253,
+    0.6931470036506653,
+    1.0,
+)
+
+
 def _emit_fold(builder: Any, x: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
     """Combine the upper half of the lanes with the lower until one is left."""
     width = LANES
@@ -193,6 +270,57 @@ def load16(typingctx, array, offset):
         return emit_load(builder, pointer, signature.args[0].dtype)
 
     return float32x16(array, types.int64), codegen
+
+
+@intrinsic
+def load_first16(typingctx, array, offset, count, other):
+    """``count`` float32 from ``offset`` on, ``other`` behind them; no more than these is read."""
+
+    def codegen(context, builder, signature, args):
+        pointer = emit_pointer(context, builder, signature.args[0], args[0], args[1])
+        pointer = builder.bitcast(pointer, VECTOR.as_pointer())
+        kind = ir.FunctionType(VECTOR, [pointer.type, I32, VECTOR_I1, VECTOR])
+        name = "llvm.masked.load.v16f32.p0"
+        load = cgutils.get_or_insert_function(builder.module, kind, name)
+        mask = emit_mask(builder, index(0), args[2])
+        return builder.call(
+            load, [pointer, ir.Constant(I32, 4), mask, emit_splat(builder, args[3])]
+        )
+
+    return float32x16(array, types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def store_first16(typingctx, array, offset, count, value):
+    """Write the first ``count`` lanes, float32 or rounded to bfloat16, and nothing behind them."""
+
+    def codegen(context, builder, signature, args):
+        pointer = emit_pointer(context, builder, signature.args[0], args[0], args[1])
+        value, name, align = args[3], "f32", 4
+        if signature.args[0].dtype != types.float32:
+            value, name, align = emit_bfloat16(builder, value), "i16", 2
+        pointer = builder.bitcast(pointer, value.type.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [value.type, pointer.type, I32, VECTOR_I1])
+        store = cgutils.get_or_insert_function(
+            builder.module, kind, f"llvm.masked.store.v16{name}.p0"
+        )
+        mask = emit_mask(builder, index(0), args[2])
+        builder.call(store, [value, pointer, ir.Constant(I32, align), mask])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, float32x16), codegen
+
+
+@intrinsic
+def fetch_to_write(typingctx, array, offset):
+    """Ask for the cache line of element ``offset``, which is about to be written."""
+
+    def codegen(context, builder, signature, args):
+        pointer = emit_pointer(context, builder, signature.args[0], *args)
+        emit_prefetch(builder, pointer, write=True)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen
 
 
 @intrinsic
@@ -244,6 +372,16 @@ def exp16(typingctx, x):
 
     def codegen(context, builder, signature, args):
         return _emit_exp(builder, args[0])
+
+    return float32x16(float32x16), codegen
+
+
+@intrinsic
+def exp2_16(typingctx, x):
+    """``2**x`` for x <= 0, relative error below 2e-7; exactly 0 below 2**-126."""
+
+    def codegen(context, builder, signature, args):
+        return emit_exp2(builder, args[0])
 
     return float32x16(float32x16), codegen
 

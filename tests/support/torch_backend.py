@@ -19,15 +19,18 @@ def _float(stored):
 
 
 class TorchLinear:
-    def __init__(self, parts, bias):
+    input_dtype = np.dtype(np.float32)
+
+    def __init__(self, parts, bias, gated):
         if len({(part.dtype, part.shape[1]) for part in parts}) != 1:
             raise ValueError("parts must share columns and dtype")
         self.weight = torch.from_numpy(np.concatenate([_float(part) for part in parts]))
         self.bias = None if bias is None else torch.from_numpy(np.array(bias))
+        self.gated = gated
 
     @property
     def out_features(self):
-        return self.weight.shape[0]
+        return self.weight.shape[0] // (2 if self.gated else 1)
 
     @property
     def in_features(self):
@@ -35,9 +38,12 @@ class TorchLinear:
 
 
 class TorchBackend:
-    def pack_linear(self, parts, bias=None, quantization="none"):
+    def pack_linear(self, parts, bias=None, quantization="none", gated=False):
         assert quantization == "none"
-        return TorchLinear(list(parts), bias)
+        return TorchLinear(list(parts), bias, gated)
+
+    def record(self, operations):
+        return operations
 
     def embed(self, ids, table, out):
         out[:] = table.weight[torch.from_numpy(ids).long()].numpy()
@@ -45,12 +51,13 @@ class TorchBackend:
     def take_rows(self, x, index, out):
         out[:] = x[index]
 
-    def rms_norm(self, x, weight, eps, out):
-        scale = 1.0 / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(eps))
-        out[:] = x * scale * weight
-
-    def linear(self, x, weight, out, add=False):
+    def linear(self, x, weight, out, add=False, norm=None):
+        if norm is not None:
+            x = _normed(x, norm.weight, norm.eps)
         product = torch.nn.functional.linear(torch.from_numpy(x), weight.weight, weight.bias)
+        if weight.gated:
+            gate, up = product.chunk(2, dim=1)
+            product = torch.nn.functional.silu(gate) * up
         out[:] = product.numpy() + (out if add else 0)
 
     def rope_and_cache(self, qkv, layer, batch, cos, sin, q_norm, k_norm, eps):
@@ -58,8 +65,7 @@ class TorchBackend:
         heads = qkv.reshape(len(qkv), -1, d)
         q, k, v = np.split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], 1)
         if q_norm is not None:
-            self.rms_norm(q.copy(), q_norm, eps, q)
-            self.rms_norm(k.copy(), k_norm, eps, k)
+            q[:], k[:] = _normed(q, q_norm, eps), _normed(k, k_norm, eps)
         for part in (q, k):
             low, high = part[..., : d // 2].copy(), part[..., d // 2 :].copy()
             c, s = cos[batch.positions][:, None], sin[batch.positions][:, None]
@@ -88,15 +94,13 @@ class TorchBackend:
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
             out[first:end] = (weights @ values).transpose(0, 1).reshape(end - first, -1).numpy()
 
-    def silu_mul(self, gate_up, out):
-        gate, up = torch.from_numpy(gate_up).chunk(2, dim=1)
-        out[:] = (torch.nn.functional.silu(gate) * up).numpy()
-
-    def argmax(self, logits):
-        return logits.argmax(axis=-1).astype(np.int32)
-
     def log_softmax_stats(self, logits):
         return logits.max(axis=-1), torch.from_numpy(logits).logsumexp(-1).numpy()
+
+
+def _normed(x, weight, eps):
+    scale = 1.0 / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(eps))
+    return x * scale * weight
 
 
 def _gather(layer: KVLayer, batch: RaggedBatch, slot: int, length: int):
