@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import zmq
 
+from deepinfer.wire.sockets import readable
+
 # A socket is drained at most this far in one turn, so that a flood on one starves neither another
 # nor the timers and the work after the turn.
 _FRAMES_PER_TURN = 256
@@ -32,6 +34,7 @@ class Actor:
         self._poller = zmq.Poller()
         self._handlers: dict[zmq.Socket[bytes], Callable[[list[bytes]], None]] = {}
         self._timers: list[_Timer] = []
+        self._due = math.inf
         self._after_turn = after_turn
         self._running = True
 
@@ -42,15 +45,10 @@ class Actor:
         self._handlers[zmq_socket] = handler
         self._poller.register(zmq_socket, zmq.POLLIN)
 
-    def remove_socket(self, zmq_socket: zmq.Socket[bytes]) -> None:
-        """Stop polling a socket and close it."""
-        self._poller.unregister(zmq_socket)
-        del self._handlers[zmq_socket]
-        zmq_socket.close()
-
     def every(self, interval_s: float, callback: Callable[[], None]) -> None:
         """Call ``callback`` about every ``interval_s`` seconds."""
         self._timers.append(_Timer(interval_s, callback))
+        self._due = min(timer.due for timer in self._timers)
 
     def on_signals(self, signals: tuple[int, ...], callback: Callable[[int], None]) -> None:
         """Call ``callback`` from the loop, not from the handler, when one of the signals comes."""
@@ -77,11 +75,8 @@ class Actor:
                     self._take_signals()
                 else:
                     self._drain(ready)
-            now = time.monotonic()
-            for timer in self._timers:
-                if now >= timer.due:
-                    timer.due = now + timer.interval_s
-                    timer.callback()
+            if (now := time.monotonic()) >= self._due:
+                self._call_timers(now)
             if self._after_turn is not None:
                 self._after_turn()
 
@@ -94,23 +89,29 @@ class Actor:
         self.context.term()
 
     def _wait_ms(self, timeout_s: float | None) -> int | None:
-        now = time.monotonic()
-        waits = [timer.due - now for timer in self._timers]
+        wait_s = self._due - time.monotonic()
         if timeout_s is not None:
-            waits.append(timeout_s)
-        return math.ceil(max(0.0, min(waits)) * 1000) if waits else None
+            wait_s = min(wait_s, timeout_s)
+        return math.ceil(max(0.0, wait_s) * 1000) if wait_s < math.inf else None
+
+    def _call_timers(self, now: float) -> None:
+        for timer in self._timers:
+            if now >= timer.due:
+                timer.due = now + timer.interval_s
+                timer.callback()
+        self._due = min(timer.due for timer in self._timers)
 
     def _drain(self, zmq_socket: zmq.Socket[bytes]) -> None:
-        handler = self._handlers.get(zmq_socket)
+        handler = self._handlers[zmq_socket]
         end = time.monotonic() + _SECONDS_PER_TURN
         for _ in range(_FRAMES_PER_TURN):
-            if handler is None or zmq_socket.closed or time.monotonic() > end:
-                return
             try:
                 frames = zmq_socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             handler(frames)
+            if zmq_socket.closed or not readable(zmq_socket) or time.monotonic() > end:
+                return
 
     def _take_signals(self) -> None:
         for number in self._signal_pair[0].recv(64):

@@ -12,7 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 QUANTIZATIONS = ("none", "int8", "int4")
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "fair")
 
 _CORES = re.compile(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", re.ASCII)
 
@@ -54,11 +54,13 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     async_scheduling: bool = True
     """Plan the next step while one runs."""
     policy: str = "fcfs"
-    """Order of the waiting queue: fcfs or priority (a lower number goes first)."""
+    """Whose turn it is: fcfs, priority (a lower number goes first) or fair (between user_ids)."""
     seed: int | None = None
     """Base for the seeds of requests that bring none; random when not given."""
     endpoint: str | None = None
     """ZeroMQ endpoint clients connect to; a private ipc socket when not given."""
+    curve_keys: str | None = None
+    """Folder of `deepinfer keys`: only clients with a key, also beyond this machine, over tcp."""
     max_queue_len: int = 16384
     """Requests that may wait; more are refused with a retry-later error."""
     heartbeat_timeout_s: float = 10.0
@@ -67,6 +69,8 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     """After SIGTERM, how long accepted requests may take to finish before they are ended."""
     start_timeout_s: float = 600.0
     """Longest time for loading the model."""
+    weight_cache: bool = True
+    """Keep the weights on disk as the kernels take them, so that the next start is faster."""
     num_threads: int | None = None
     """Compute threads of the CPU worker; one for each core it may use when not given."""
     worker_cpus: str | None = None
@@ -81,6 +85,10 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
             value = getattr(self, field)
             if not isinstance(value, str) or not value or len(value) > 4096:
                 raise ValueError(f"{field} must be a non-empty string, got {shown(value)}")
+        if self.curve_keys is not None and not (
+            isinstance(self.curve_keys, str) and self.curve_keys
+        ):
+            raise ValueError(f"curve_keys must be a folder, got {shown(self.curve_keys)}")
         if self.profile is not None and not (isinstance(self.profile, str) and self.profile):
             raise ValueError(f"profile must be a folder, got {shown(self.profile)}")
         check_choice("dtype", self.dtype, DTYPES)
@@ -108,7 +116,12 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
             cpu_set(self.worker_cpus)
         if self.seed is not None:
             check_int("seed", self.seed, 0, (1 << 63) - 1)
-        for field in ("stop_preempted_request", "enable_prefix_caching", "async_scheduling"):
+        for field in (
+            "stop_preempted_request",
+            "enable_prefix_caching",
+            "async_scheduling",
+            "weight_cache",
+        ):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be a bool, got {shown(getattr(self, field))}")
 

@@ -7,6 +7,8 @@ class name), so a client in another language needs only msgpack. Columns are lit
 A client names each request by a ``key``, a number that it never uses twice on one connection; the
 ``request_id`` is the name people see. Keys make a request's outputs cheap to name and the reuse of
 an id safe: a late message about the earlier request carries the earlier key.
+
+``docs/protocol.md`` is for clients in other languages; a test holds its tables against this file.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from deepinfer.wire.params import SamplingParams
 PROTOCOL_VERSION = 1
 MAX_REQUEST_ID_CHARS = 256
 MAX_USER_ID_CHARS = 256
+MAX_SALT_CHARS = 256
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
@@ -69,7 +73,9 @@ class AddRequest(Message):
     ``resubmitted`` marks a request that an engine had accepted before a failover: it is not turned
     away for a full queue, and ``output`` holds the tokens that were delivered: the sequence
     continues after them. ``timeout_ms`` is a deadline counted from the arrival.
-    ``salt`` separates prefix-cache entries of tenants. ``params.seed`` must be set;
+    ``salt`` separates prefix-cache entries of tenants. ``user_id`` is the tenant and ``weight`` its
+    share beside others under the fair policy, from ``MIN_WEIGHT`` to ``MAX_WEIGHT``; that of the
+    tenant's latest request counts. ``params.seed`` must be set;
     ``params.stop`` is the frontend's own business and not looked at here.
     """
 
@@ -84,6 +90,7 @@ class AddRequest(Message):
     salt: str = ""
     images: list[ImageRef] = []
     resubmitted: bool = False
+    weight: float = 1.0
 
 
 class Abort(Message):
@@ -102,7 +109,7 @@ class StopMatched(Message):
 
 
 class Call(Message):
-    """Ask for ``stats``, ``health``, ``story`` (of ``request_id``) or ``requests``."""
+    """Ask for ``stats``, ``health``, ``story`` (of ``request_id``), ``view`` or ``tenants``."""
 
     call_id: int
     what: str
@@ -251,14 +258,120 @@ class StoryEvent(Part):
     detail: dict[str, str | int | float]
 
 
+class LiveRequest(Part):
+    """A request that has not ended.
+
+    ``status`` is ``waiting`` (no slot), ``prefilling`` (a part of its prompt is computed) or
+    ``running``. ``computed_tokens`` counts what all plans so far compute, ``max_tokens`` what it
+    may put out at most, ``blocks`` the KV blocks in its block table. ``age_ms`` is since its
+    arrival.
+    """
+
+    request_id: str
+    user_id: str
+    status: str
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    max_tokens: int
+    blocks: int
+    priority: int
+    preemptions: int
+    age_ms: float
+
+
+class EndedRequest(Part):
+    """A request that ended ``ago_ms`` milliseconds before the view, after ``total_ms``."""
+
+    request_id: str
+    user_id: str
+    reason: str
+    detail: str
+    prompt_tokens: int
+    output_tokens: int
+    total_ms: float
+    ago_ms: float
+
+
+class UserShare(Part):
+    """What the requests of one user hold now, and the tokens that they have had.
+
+    ``blocks`` are KV blocks that this user's requests alone own, each counted once.
+    ``output_tokens`` only grows: a reader of two views knows the tokens per second. It begins
+    anew for a user of whom nothing was heard for long.
+    """
+
+    user_id: str
+    waiting: int
+    prefilling: int
+    running: int
+    blocks: int
+    output_tokens: int
+
+
+class StepTimes(Part):
+    """One step in nanoseconds of the engine's monotonic clock, as ``EngineView.now_ns``.
+
+    The scheduler planned it from ``plan_began_ns`` to ``plan_ended_ns``, the worker executed it
+    from ``began_ns`` to ``ended_ns``, and the scheduler took its result up at ``read_ns``; the
+    last three are 0 for a step that is in flight or was lost with its worker.
+    """
+
+    step: int
+    plan_began_ns: int
+    plan_ended_ns: int
+    began_ns: int
+    ended_ns: int
+    read_ns: int
+    decode_rows: int
+    prefill_tokens: int
+
+
+class EngineView(Part):
+    """What an engine does at one moment, for people who look on. Bounded whatever the load.
+
+    - ``stats``: the gauges and totals of the call ``stats``.
+    - ``worker``: starting, ready or down; ``ok`` and ``cause`` are those of the call ``health``.
+    - ``requests``: live ones, what computes first, then what is admitted next; ``left_out`` counts
+      those that are not listed.
+    - ``ended``: the latest last.
+    - ``users``: those that hold most first. What is not listed of them is missing in all its
+      columns.
+    - ``blocks_shared``: KV blocks that requests of several users own.
+    - ``steps``: the latest last.
+    """
+
+    now_ns: int
+    ok: bool
+    cause: str
+    worker: str
+    stats: dict[str, int | float]
+    requests: list[LiveRequest] = []
+    left_out: int = 0
+    ended: list[EndedRequest] = []
+    users: list[UserShare] = []
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_shared: int = 0
+    steps: list[StepTimes] = []
+
+
 class Answer(Message):
-    """Answer to a ``Call``: the fields that belong to ``what`` are set. ``error`` says why not."""
+    """Answer to a ``Call``: the fields that belong to ``what`` are set. ``error`` says why not.
+
+    For ``tenants``, ``texts`` holds the ``user_id`` of the i-th tenant under ``"i"``, ``numbers``
+    what there is to say of it under ``"i.NAME"``: ``weight``, ``served_tokens``, ``counter``,
+    ``running``, ``waiting``.
+    """
 
     call_id: int
     error: str = ""
     numbers: dict[str, int | float] = {}
     texts: dict[str, str] = {}
     story: list[StoryEvent] = []
+    view: EngineView | None = None
 
 
 FromClient = Hello | ClientHeartbeat | Goodbye | Drain | AddRequest | Abort | StopMatched | Call

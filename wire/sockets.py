@@ -10,16 +10,30 @@ import re
 import shutil
 import socket as unix_socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from deepinfer.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from deepinfer.wire.curve import ClientKeys
 
 MAX_IPC_PATH = 107
 """Bytes of a unix socket's path, a limit of the operating system."""
 
 _PREFIX = "deepinfer-"
+_HOST = re.compile(r"\*|[\w.%-]{1,255}|\[[0-9A-Fa-f:.%\w]{1,100}\]")
+
+# How long a stranger may take to prove its key, and when a connection that went dead is cut.
+_HANDSHAKE_MS = 5_000
+_PING_MS = 5_000
+_PONG_LIMIT_MS = 15_000
+
+# Plain numbers: operations on pyzmq's enums take microseconds.
+_POLLIN = int(zmq.POLLIN)
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 # Messages of one peer that wait inside a ROUTER, each way. More waits where its bytes are counted.
 _ROUTER_HWM = 64
@@ -61,10 +75,15 @@ def _sweep(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Raise ``ValueError`` unless the endpoint is ``ipc://PATH`` or ``tcp://`` on loopback."""
+def check_endpoint(endpoint: str, *, secured: bool = False) -> None:
+    """Raise ``ValueError`` unless the endpoint is ``ipc://PATH`` or ``tcp://HOST:PORT``.
+
+    Without keys (``secured``) the host must be on loopback; with them, only tcp will do.
+    """
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc" and rest:
+        if secured:
+            raise ValueError(f"endpoint: keys are for tcp, got {endpoint[:200]!r}")
         if len(rest.encode()) > MAX_IPC_PATH:
             raise ValueError(f"endpoint: a socket path may have {MAX_IPC_PATH} bytes, got {rest!r}")
         return
@@ -73,16 +92,28 @@ def check_endpoint(endpoint: str) -> None:
             f"endpoint must be ipc://PATH or tcp://127.0.0.1:PORT, got {endpoint[:200]!r}"
         )
     host, _, port = rest.rpartition(":")
-    host = host.strip("[]")
     if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65_535:
         raise ValueError(f"endpoint: a port is a number from 1 to 65535, got {port[:200]!r}")
-    with contextlib.suppress(ValueError):
-        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-            return
+    if secured:
+        if not _HOST.fullmatch(host):
+            raise ValueError(f"endpoint: got no host name or address, but {host[:200]!r}")
+        return
+    host = host.strip("[]")
+    if is_loopback(host):
+        return
     raise ValueError(
         f"endpoint must be on loopback (127.0.0.1, [::1], localhost), got host {host[:200]!r}: "
-        "traffic beyond this machine needs authentication, which this version does not have"
+        "beyond this machine an engine needs curve_keys, and its clients server_key and secret_key"
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, an address or a name, can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def bind_router(
@@ -103,6 +134,45 @@ def bind_router(
     except ValueError:
         socket.close()
         raise
+    return socket
+
+
+class KeyedRouter(zmq.Socket[bytes]):
+    """A ROUTER with CURVE: each message it receives begins with its sender's public key (Z85).
+
+    The key stands before the identity; it is the ``User-Id`` that the ZAP handler gave.
+    """
+
+    def recv_multipart(self, flags: int = 0, copy: bool = True, track: bool = False) -> list[Any]:
+        """Receive the sender's key, its identity, and the frames of one message."""
+        frames = super().recv_multipart(flags, copy=False)
+        return [str(frames[0].get("User-Id")).encode(), *(frame.bytes for frame in frames)]
+
+
+def bind_keyed_router(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secret_key: bytes
+) -> KeyedRouter:
+    """Bind a ROUTER to which only those get through whom the context's ZAP handler lets in.
+
+    ``ValueError`` when the endpoint is not allowed or in use. The handler must be there before.
+    A second connection under the identity of a living one is not listened to: else one client
+    could take another's answers.
+    """
+    check_endpoint(endpoint, secured=True)
+    socket = KeyedRouter(context, zmq.ROUTER)
+    _limit(socket, MAX_REQUEST_BYTES)
+    socket.set_hwm(_ROUTER_HWM)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_LIMIT_MS)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ValueError(f"endpoint {endpoint} cannot be used: {error.strerror}") from error
     return socket
 
 
@@ -160,15 +230,26 @@ def connect_dealer(
     endpoint: str,
     identity: bytes,
     max_bytes: int = MAX_MESSAGE_BYTES,
+    keys: ClientKeys | None = None,
+    before_connect: Callable[[zmq.Socket[bytes]], None] | None = None,
 ) -> zmq.Socket[bytes]:
-    """Connect a DEALER under the given identity (1 to 255 bytes, not starting with zero)."""
-    check_endpoint(endpoint)
+    """Connect a DEALER under the given identity (1 to 255 bytes, not starting with zero).
+
+    ``before_connect`` gets the socket while nothing can have happened to it yet.
+    """
+    check_endpoint(endpoint, secured=keys is not None)
     socket = context.socket(zmq.DEALER)
     _limit(socket, max_bytes)
     # What waits here is this side's own: its requests, or the results of plans in flight. A limit
     # would lose an abort among them.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.IDENTITY, identity)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    if before_connect is not None:
+        before_connect(socket)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
@@ -184,10 +265,16 @@ def _limit(socket: zmq.Socket[bytes], max_bytes: int) -> None:
     socket.setsockopt(zmq.IPV6, 1)
 
 
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message has arrived. To try, and fail, takes five times as long: it raises."""
+    return bool(int(socket.get(zmq.EVENTS)) & _POLLIN)
+
+
 def send_to(socket: zmq.Socket[bytes], identity: bytes, frame: bytes) -> None:
     """Send without blocking; raise ``PeerFull`` or ``PeerGone``."""
     try:
-        socket.send_multipart((identity, frame), zmq.NOBLOCK, copy=len(frame) < 65_536)
+        socket.send(identity, _NOBLOCK_MORE)
+        socket.send(frame, _NOBLOCK, copy=len(frame) < 65_536)
     except zmq.Again as error:
         raise PeerFull from error
     except zmq.ZMQError as error:
