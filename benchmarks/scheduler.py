@@ -1,6 +1,7 @@
 """What one step costs the scheduler when nothing but tokens changes, in microseconds.
 
     python benchmarks/scheduler.py [--rows 32,256,1024] [--steps 400] [--clients 4]
+        [--policy fcfs] [--waiting 0]
         [--vllm PYTHON --vllm-script SCRIPT --vllm-model FOLDER]
 
 Each row decodes; every block_size-th step it needs a block. The worker's answer is made up outside
@@ -8,9 +9,13 @@ the clock. Prints one JSON line per number of rows:
 
 - ``plan_us``, ``result_us``, ``outbox_us``: the core's own time, medians over the steps;
 - ``core_us``: their sum per step, the median;
+- ``log_us``: noting when the step was planned and read, for whoever asks to see the engine;
 - ``encode_us``: msgpack for the plan and the output batches, and decoding the result;
 - ``total_us``: all of it;
 - ``core_min_us``: the core's time in the quickest step.
+
+Each client is a tenant. With ``--waiting``, so many requests of them wait for a slot all the time,
+and every step has to find out whose turn it would be.
 
 With ``--vllm``, an interpreter that has vLLM, its scheduler is measured in between by a script that
 is run as ``PYTHON SCRIPT FOLDER --r ROWS --steps STEPS --block BLOCK`` and prints JSON lines with
@@ -38,6 +43,7 @@ import time
 import numpy as np
 
 from deepinfer.scheduler.core import Core
+from deepinfer.scheduler.recent import StepLog
 from deepinfer.wire.codec import Codec
 from deepinfer.wire.columns import pack_int32
 from deepinfer.wire.config import EngineArgs
@@ -81,9 +87,11 @@ class Mirror:
         )
 
 
-def measure(rows: int, steps: int, clients: int) -> dict[str, float]:
+def measure(
+    rows: int, steps: int, clients: int, policy: str = "fcfs", waiting: int = 0
+) -> dict[str, float]:
     length = PROMPT + steps + 64
-    args = EngineArgs(max_num_seqs=rows, max_num_batched_tokens=max(8192, 2 * rows))
+    args = EngineArgs(max_num_seqs=rows, max_num_batched_tokens=max(8192, 2 * rows), policy=policy)
     core = Core(args)
     ready = WorkerReady(
         vocab_size=VOCAB,
@@ -98,15 +106,17 @@ def measure(rows: int, steps: int, clients: int) -> dict[str, float]:
     core.worker_ready(ready, 0.0)
     random = np.random.default_rng(1)
     params = SamplingParams(max_tokens=steps + 64, seed=1, temperature=0.0)
-    for row in range(rows):
+    for row in range(rows + waiting):
         # Lengths run over all places in a block, so every step some rows need one.
         prompt = pack_int32(random.integers(3, VOCAB, PROMPT + row % BLOCK_SIZE))
         client = b"client%d" % (row % clients)
-        core.handle(client, AddRequest(row, f"r{row}", prompt, params), 0.0)
+        add = AddRequest(row, f"r{row}", prompt, params, user_id=client.decode())
+        core.handle(client, add, 0.0)
     mirror = Mirror(rows)
     codec = Codec(FromWorker)
     in_flight: list[bytes] = []
-    times: list[tuple[float, float, float, float]] = []
+    log = StepLog()
+    times: list[tuple[float, float, float, float, float]] = []
     gc.collect()
     gc.disable()
     while len(times) < steps - 32:
@@ -117,12 +127,16 @@ def measure(rows: int, steps: int, clients: int) -> dict[str, float]:
             break
         codec.encode(plan)
         sent = time.perf_counter()
+        log.planned(plan, core.decode_rows, 1, 1)
+        logged = time.perf_counter()
         in_flight.append(codec.encode(mirror.result(plan)))
         if len(in_flight) < 2:
             continue
         answered = time.perf_counter()
         result = codec.decode(in_flight.pop(0))
         decoded = time.perf_counter()
+        log.read(result, 3)
+        noted = time.perf_counter()
         core.step_result(result, 0.0)
         read = time.perf_counter()
         messages = core.outbox()
@@ -132,26 +146,29 @@ def measure(rows: int, steps: int, clients: int) -> dict[str, float]:
         encoded = time.perf_counter()
         if int(mirror.decodes.sum()) == rows:
             encoding = (sent - planned) + (decoded - answered) + (encoded - drained)
-            times.append((planned - begin, read - decoded, drained - read, encoding))
+            logging = (logged - sent) + (noted - decoded)
+            times.append((planned - begin, read - noted, drained - read, encoding, logging))
     gc.enable()
     core.check()
     # The first steps after the prefill still carry first tokens.
-    plan_us, result_us, outbox_us, encode_us = (
+    plan_us, result_us, outbox_us, encode_us, log_us = (
         [1e6 * value for value in column] for column in zip(*times[8:], strict=True)
     )
     core_us = [sum(parts) for parts in zip(plan_us, result_us, outbox_us, strict=True)]
-    total_us = [sum(parts) for parts in zip(core_us, encode_us, strict=True)]
+    total_us = [sum(parts) for parts in zip(core_us, encode_us, log_us, strict=True)]
     columns = {
         "plan_us": plan_us,
         "result_us": result_us,
         "outbox_us": outbox_us,
         "core_us": core_us,
         "encode_us": encode_us,
+        "log_us": log_us,
         "total_us": total_us,
     }
     medians = {name: round(statistics.median(values), 1) for name, values in columns.items()}
     rest = {"core_min_us": round(min(core_us), 1)}
-    return {"rows": rows, "clients": clients, "steps": len(core_us)} | medians | rest
+    settings = {"policy": policy, "rows": rows, "clients": clients, "waiting": waiting}
+    return settings | {"steps": len(core_us)} | medians | rest
 
 
 def measure_vllm(options: argparse.Namespace) -> dict[int, dict[str, float]]:
@@ -203,6 +220,8 @@ def main() -> None:
     parser.add_argument("--rows", default="32,256,1024")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--policy", default="fcfs")
+    parser.add_argument("--waiting", type=int, default=0)
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--vllm-script", help="what measures vLLM's scheduler")
     parser.add_argument("--vllm-model", help="a model folder for it")
@@ -213,7 +232,9 @@ def main() -> None:
     def all_rows() -> dict[int, dict[str, float]]:
         found = {}
         for rows in map(int, options.rows.split(",")):
-            found[rows] = measure(rows, options.steps, options.clients)
+            found[rows] = measure(
+                rows, options.steps, options.clients, options.policy, options.waiting
+            )
             print(json.dumps(found[rows]), flush=True)
         return found
 

@@ -12,6 +12,21 @@ if __name__ == "__main__":
 
     wake_when_orphaned()
 
-    from deepinfer.scheduler.process import main
+    from pathlib import Path
 
-    main()
+    from deepinfer.scheduler.worker_process import start_worker
+    from deepinfer.wire.children import exit_with_parent, read_config, remove_directory
+    from deepinfer.wire.config import SchedulerConfig
+
+    config = read_config(SchedulerConfig)
+    directory = Path(config.directory)
+    exit_with_parent(on_parent_gone=lambda: remove_directory(directory))
+    try:
+        # The worker takes longest to start, so it does not wait for this process's imports.
+        worker = start_worker(config.args, config.directory, 1)
+
+        from deepinfer.scheduler.process import main
+
+        main(config, worker)
+    finally:
+        remove_directory(directory)

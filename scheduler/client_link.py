@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from deepinfer.scheduler.keyed_endpoint import (
+    MAX_CLIENTS_PER_KEY,
+    MIN_IDENTITY_BYTES,
+    KeyedEndpoint,
+)
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.codec import MAX_REQUEST_BYTES, BadFrame, Codec
 from deepinfer.wire.messages import (
@@ -35,6 +40,11 @@ MAX_CLIENTS = 4096
 MAX_BACKLOG_BYTES = 16 << 20
 """What may wait for one client that does not read, beside what its socket holds."""
 
+_UNFIT_IDENTITY = (
+    f"the identity of a client with a key has {MIN_IDENTITY_BYTES} to 255 bytes, random ones that "
+    "do not begin with zero, new for each connection"
+)
+
 
 @dataclass(slots=True)
 class _Client:
@@ -52,6 +62,8 @@ class ClientLink:
     Such a client is told ``Forgotten`` as soon as it reads, and again when it sends anything but
     ``Hello``. Junk never reaches anyone: it is counted, and answered only where it was meant as a
     request.
+
+    Clients are known by their ZeroMQ identity; at an endpoint with keys it follows their key.
     """
 
     def __init__(
@@ -78,11 +90,25 @@ class ClientLink:
         self._dropped: dict[bytes, None] = {}
         self._untold: dict[bytes, None] = {}
         self._also: str | None = None
+        self._keyed: KeyedEndpoint | None = None
+        self._actor = actor
         self._socket = bind_router(actor.context, endpoint)
         actor.add_socket(self._socket, self._receive)
 
-    def listen_also(self, endpoint: str) -> None:
-        """Take clients on one more endpoint; ``ValueError`` when it cannot be used."""
+    def listen_also(self, endpoint: str, curve_keys: str | None = None) -> None:
+        """Take clients on one more endpoint, with a folder of keys only those that have one.
+
+        ``ValueError`` or ``OSError`` when it cannot be used.
+        """
+        if curve_keys is not None:
+            self._keyed = KeyedEndpoint(
+                self._actor,
+                endpoint,
+                curve_keys,
+                on_frames=self._receive_keyed,
+                on_revoked=self._drop_revoked,
+            )
+            return
         bind_also(self._socket, endpoint)
         self._also = endpoint
 
@@ -93,6 +119,11 @@ class ClientLink:
 
     def __len__(self) -> int:
         return len(self._clients)
+
+    @property
+    def unknown_keys(self) -> int:
+        """How many connections were not let in, for want of a key that is known."""
+        return self._keyed.unknown_keys if self._keyed is not None else 0
 
     def greeted(self) -> Iterator[bytes]:
         """The clients that said hello."""
@@ -116,7 +147,7 @@ class ClientLink:
             self._hold(identity, client, frame)
             return
         try:
-            send_to(self._socket, identity, frame)
+            self._send_frame(identity, frame)
         except PeerFull:
             self._hold(identity, client, frame)
         except PeerGone:
@@ -141,7 +172,7 @@ class ClientLink:
             client = self._clients[identity]
             try:
                 while client.backlog:
-                    send_to(self._socket, identity, client.backlog[0])
+                    self._send_frame(identity, client.backlog[0])
                     client.backlog_bytes -= len(client.backlog.popleft())
                 self._stalled.discard(identity)
             except PeerFull:
@@ -149,10 +180,23 @@ class ClientLink:
             except PeerGone:
                 self._drop(identity, "disconnect")
 
+    def _send_frame(self, identity: bytes, frame: bytes) -> None:
+        if self._keyed is not None and KeyedEndpoint.names(identity):
+            self._keyed.send(identity, frame)
+        else:
+            send_to(self._socket, identity, frame)
+
+    def _drop_revoked(self) -> None:
+        """End what clients have here whose keys were taken away; no word goes to them."""
+        assert self._keyed is not None
+        for identity in list(self._clients):
+            if KeyedEndpoint.names(identity) and not self._keyed.allows(identity):
+                self._drop(identity, "disconnect", left=True)
+
     def _tell_forgotten(self, identity: bytes) -> None:
         self._untold.pop(identity, None)
         try:
-            send_to(self._socket, identity, self._forgotten)
+            self._send_frame(identity, self._forgotten)
         except PeerFull:
             self._untold[identity] = None
         except PeerGone:
@@ -170,6 +214,8 @@ class ClientLink:
         self._stalled.discard(identity)
         if self._clients.pop(identity, None) is None:
             return
+        if self._keyed is not None and KeyedEndpoint.names(identity):
+            self._keyed.leave(identity)
         if not left:
             self._dropped[identity] = self._untold[identity] = None
             if len(self._dropped) > MAX_CLIENTS:
@@ -182,7 +228,17 @@ class ClientLink:
         if len(frames) != 2:
             self.junk_frames += 1
             return
-        identity, frame = frames
+        self._take(*frames)
+
+    def _receive_keyed(self, identity: bytes, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            self.junk_frames += 1
+        elif not KeyedEndpoint.is_fit(identity):
+            self._turn_away(identity, _UNFIT_IDENTITY)
+        else:
+            self._take(identity, *frames)
+
+    def _take(self, identity: bytes, frame: bytes) -> None:
         try:
             message = self._codec.decode(frame)
         except BadFrame as error:
@@ -198,8 +254,15 @@ class ClientLink:
             self._dropped.pop(identity, None)
         if client is None:
             if len(self._clients) >= MAX_CLIENTS:
-                self._turn_away(identity)
+                text = f"{MAX_CLIENTS} clients are connected, which is the limit"
+                self._turn_away(identity, text)
                 return
+            if self._keyed is not None and KeyedEndpoint.names(identity):
+                if not self._keyed.has_room(identity):
+                    text = f"{MAX_CLIENTS_PER_KEY} clients have this key, which is the limit"
+                    self._turn_away(identity, text)
+                    return
+                self._keyed.settle(identity)
             client = self._clients[identity] = _Client(time.monotonic())
         client.heard = time.monotonic()
         client.greeted |= isinstance(message, Hello)
@@ -208,10 +271,9 @@ class ClientLink:
         else:
             self._on_message(identity, message)
 
-    def _turn_away(self, identity: bytes) -> None:
-        message = EngineDown(f"{MAX_CLIENTS} clients are connected, which is the limit")
+    def _turn_away(self, identity: bytes, why: str) -> None:
         with contextlib.suppress(PeerFull, PeerGone):
-            send_to(self._socket, identity, self._codec.encode(message))
+            self._send_frame(identity, self._codec.encode(EngineDown(why)))
 
     def _answer_bad_request(self, identity: bytes, frame: bytes, error: str) -> None:
         """A frame that was meant as a request is refused by name, not only counted."""
@@ -225,7 +287,7 @@ class ClientLink:
             isinstance(parts, list)
             and len(parts) > 1
             and parts[0] == AddRequest.__name__
-            and isinstance(parts[1], int)
+            and type(parts[1]) is int
             and 0 <= parts[1] < 1 << 32
         ):
             self.send(identity, Refused(parts[1], "invalid", _field(error), error[:1000]))

@@ -6,6 +6,8 @@ No sockets, no clock, no randomness: the same inputs give the same decisions, so
 
 from __future__ import annotations
 
+from collections import Counter
+
 from deepinfer.scheduler.ends import ABORT_RULES, GONE_RULES, Ending
 from deepinfer.scheduler.intake import BadRequest, check_request
 from deepinfer.scheduler.invariants import check
@@ -13,11 +15,13 @@ from deepinfer.scheduler.lifecycle import Lifecycle
 from deepinfer.scheduler.planner import Planner
 from deepinfer.scheduler.results import ResultReader
 from deepinfer.scheduler.sequence import Sequence
+from deepinfer.scheduler.view import look_in
 from deepinfer.wire.checks import shown
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import (
     Abort,
     AddRequest,
+    EngineView,
     Goodbye,
     OutputBatch,
     Refused,
@@ -145,6 +149,7 @@ class Core:
         numbers["live"] = len(life.clients)
         numbers["waiting"] = len(life.queue)
         numbers["in_flight"] = len(life.in_flight)
+        numbers["tenants"] = len(life.tenants)
         if self._started:
             numbers["prefilling"] = len(life.prefilling)
             numbers["running"] = sum(seq is not None for seq in life.table.sequences)
@@ -154,6 +159,20 @@ class Core:
         else:
             numbers["running"] = numbers["prefilling"] = 0
         return numbers
+
+    @property
+    def decode_rows(self) -> int:
+        """How many rows the latest plan decodes."""
+        return self._planner.decode_rows
+
+    def view(self, now: float, into: EngineView) -> None:
+        """Fill in what the requests do and who holds the KV blocks; the times are the shell's."""
+        look_in(self._life, now, into)
+
+    def tenants(self) -> dict[str, dict[str, float]]:
+        """Return weight, served tokens, counter and requests of the tenants, by ``user_id``."""
+        waiting = Counter(sequence.tenant for sequence in self._life.queue)
+        return self._life.tenants.numbers(waiting)
 
     def story(self, request_id: str) -> list[StoryEvent] | None:
         """Return what happened to a request that lives or ended not long ago."""
@@ -187,6 +206,8 @@ class Core:
             arrival=now,
             arrival_number=self._arrivals,
             deadline=None if add.timeout_ms is None else now + add.timeout_ms / 1e3,
+            user_id=add.user_id,
+            tenant=self._life.tenants.index_of(add.user_id, add.weight),
         )
         self._life.enter(sequence, now)
         early = self._life.clients.take_early_abort(client, add.key)

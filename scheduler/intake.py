@@ -9,9 +9,15 @@ import math
 
 from deepinfer.wire.checks import shown
 from deepinfer.wire.columns import unpack_int32
-from deepinfer.wire.messages import MAX_REQUEST_ID_CHARS, MAX_USER_ID_CHARS, AddRequest
+from deepinfer.wire.messages import (
+    MAX_REQUEST_ID_CHARS,
+    MAX_SALT_CHARS,
+    MAX_USER_ID_CHARS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    AddRequest,
+)
 
-MAX_SALT_CHARS = 256
 MAX_PRIORITY = 1_000_000
 MAX_KEY = (1 << 32) - 1
 
@@ -33,6 +39,7 @@ def check_request(add: AddRequest, vocab_size: int) -> None:
     _short("user_id", add.user_id, MAX_USER_ID_CHARS)
     _short("salt", add.salt, MAX_SALT_CHARS)
     _within("priority", add.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    _within("weight", add.weight, MIN_WEIGHT, MAX_WEIGHT)
     if add.timeout_ms is not None and not (math.isfinite(add.timeout_ms) and add.timeout_ms > 0):
         raise BadRequest(
             "timeout_ms", f"timeout_ms must be finite and above 0, got {add.timeout_ms}"
@@ -88,6 +95,6 @@ def _short(field: str, text: str, limit: int) -> None:
         raise BadRequest(field, f"{field} may have at most {limit} characters, got {len(text)}")
 
 
-def _within(field: str, value: int, low: int, high: int) -> None:
+def _within(field: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise BadRequest(field, f"{field} must be between {low} and {high}, got {value}")

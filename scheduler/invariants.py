@@ -9,12 +9,14 @@ import numpy as np
 from deepinfer.scheduler.lifecycle import Lifecycle
 from deepinfer.scheduler.sequence import Sequence, Status
 from deepinfer.scheduler.table import TokenClass
+from deepinfer.scheduler.tenants import NOBODY_WAITS
 
 
 def check(life: Lifecycle) -> None:
     """Raise ``AssertionError`` naming what is broken."""
     life.clients.check()
     _check_queue(life)
+    _check_tenants(life)
     with_deadline = sum(seq.deadline is not None for seq in life.clients)
     assert with_deadline == len(life.deadlines), "a deadline outlives its request"
     if not hasattr(life, "table"):
@@ -43,6 +45,20 @@ def _check_queue(life: Lifecycle) -> None:
         assert sequence.slot == -1, f"{name!r} waits and holds slot {sequence.slot}"
 
 
+def _check_tenants(life: Lifecycle) -> None:
+    tenants = life.tenants
+    live = Counter(sequence.tenant for sequence in life.clients)
+    assert live == {i: n for i, n in enumerate(tenants.live.tolist()) if n}, "live is counted wrong"
+    assert tenants.num_live == len(live)
+    tenants.check()
+    if life.queue.fair:
+        first: dict[int, int] = {}
+        for sequence in life.queue:
+            first.setdefault(sequence.tenant, sequence.arrival_number)
+        told = enumerate(tenants.first.tolist())
+        assert first == {i: n for i, n in told if n != NOBODY_WAITS}, "who waits first is wrong"
+
+
 def _check_slots(life: Lifecycle, bound: list[Sequence]) -> None:
     table = life.table
     slots = {sequence.slot for sequence in bound}
@@ -53,6 +69,8 @@ def _check_slots(life: Lifecycle, bound: list[Sequence]) -> None:
         assert not (table.known[slot] or table.decode[slot] or table.held[slot]), (
             f"free slot {slot} still has state"
         )
+    in_slots = Counter(sequence.tenant for sequence in bound)
+    assert in_slots == {i: n for i, n in enumerate(life.tenants.running.tolist()) if n}
     unfinished = [seq for seq in bound if not table.sure[seq.slot]]
     assert sorted(map(id, unfinished)) == sorted(map(id, life.prefilling)), "prefilling is wrong"
     if life.ready:
@@ -69,6 +87,8 @@ def _check_slot(life: Lifecycle, sequence: Sequence) -> None:
     assert not sequence.status.finished, f"{name} is {sequence.status.name}"
     assert table.key[slot] == sequence.key and table.client[slot] == sequence.client_index
     assert table.num_prompt[slot] == sequence.num_prompt
+    assert table.tenant[slot] == sequence.tenant
+    assert sequence.charged <= table.charged[slot] <= table.length[slot], f"{name} is overcharged"
     length, computed = int(table.length[slot]), int(table.computed[slot])
     sure, held = int(table.sure[slot]), int(table.held[slot])
     assert table.room[slot] == held * size

@@ -14,15 +14,18 @@ import numpy as np
 from deepinfer.scheduler.blocks import BlockPool
 from deepinfer.scheduler.clients import ClientBook
 from deepinfer.scheduler.ends import Ending, StopRules
+from deepinfer.scheduler.fair_queue import FairQueue
+from deepinfer.scheduler.in_flight import InFlight
 from deepinfer.scheduler.outbox import Outbox
 from deepinfer.scheduler.prefix_cache import PrefixCache
 from deepinfer.scheduler.queues import WaitingQueue
+from deepinfer.scheduler.recent import RecentEnds
 from deepinfer.scheduler.sequence import Sequence, Status
 from deepinfer.scheduler.story import StoryShelf
 from deepinfer.scheduler.suspects import find_culprit
 from deepinfer.scheduler.table import BatchTable, TokenClass, UInt8
+from deepinfer.scheduler.tenants import Tenants
 from deepinfer.scheduler.victims import makes_way
-from deepinfer.wire.columns import Int32
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import End, RowNote
 from deepinfer.wire.steps import RowAdmit, WorkerReady
@@ -36,20 +39,6 @@ prefix cache on mixes that need three times a pool of 64 blocks: recomputed toke
 are 0.09 on average and 0.28 at worst; with one block per row alone (and four for a sequence that
 was preempted before) they were 0.25 and 0.89, for a twentieth fewer steps. In a pool of 256 blocks
 both are below 0.2 and take equally many steps. ``benchmarks/thrash.py`` measures it."""
-
-
-@dataclass(slots=True)
-class InFlight:
-    """What a plan without a result takes part of: needed to know what its result must hold."""
-
-    chunks: dict[int, int]
-    """Slots that compute a chunk, with their epochs."""
-    slots: Int32
-    """Slots that sample a token: decode rows and last chunks."""
-    column: bytes
-    """The same as it should come back: comparing bytes is nearly free."""
-    epochs: Int32
-    """Their epochs."""
 
 
 @dataclass(slots=True)
@@ -79,9 +68,15 @@ class Lifecycle:
         self.args = args
         self.tokens_per_row = tokens_per_row
         self.clients = ClientBook()
-        self.queue = WaitingQueue(by_priority=args.policy == "priority")
+        self.tenants = Tenants()
+        self.queue = (
+            FairQueue(self.tenants)
+            if args.policy == "fair"
+            else WaitingQueue(by_priority=args.policy == "priority")
+        )
         self.outbox = Outbox()
         self.shelf = StoryShelf()
+        self.recent = RecentEnds()
         self.counters = Counters()
         self.deadlines: list[tuple[float, int, Sequence]] = []
         self.in_flight: dict[int, InFlight] = {}
@@ -97,6 +92,7 @@ class Lifecycle:
         # No step may compute more than the budget, and decode rows cannot be left out of one.
         slots = min(self.args.max_num_seqs, self.args.max_num_batched_tokens // self.tokens_per_row)
         self.table = BatchTable(max(slots, 1), limit + 1, -(-limit // size), size)
+        self.tenants.attach(self.table)
         self.pool = BlockPool(ready.num_blocks)
         self.cache = PrefixCache(self.pool, size, self.args.enable_prefix_caching)
         self.prefilling: list[Sequence] = []
@@ -114,17 +110,19 @@ class Lifecycle:
         """Accept a sequence: it is live from now on and will end exactly once."""
         self.counters.accepted += 1
         self.clients.add(sequence)
+        self.tenants.add(sequence.tenant)
         if sequence.deadline is not None:
             insort(self.deadlines, (sequence.deadline, sequence.arrival_number, sequence))
         num_output = len(sequence.tokens) // 4 - sequence.num_prompt
+        if num_output:
+            self.recent.brought(sequence, num_output)
         sequence.story.tell(
             now, "arrived", prompt_tokens=sequence.num_prompt, output_tokens=num_output
         )
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
         """Put a new sequence into the waiting queue."""
-        sequence.queue_key = self.queue.first_key(sequence)
-        self.queue.add(sequence, now)
+        self.queue.enter(sequence, now)
         sequence.story.tell(now, "queued", waiting=len(self.queue))
 
     # ---- queue to slot --------------------------------------------------------------------------
@@ -163,7 +161,10 @@ class Lifecycle:
             self.pool.share(block)
         total = -(-(len(sequence.tokens) // 4) // self.args.block_size)
         self.table.add_blocks(slot, cached + self.pool.allocate(total - len(cached)))
-        self.table.computed[slot] = len(cached) * self.args.block_size
+        computed = len(cached) * self.args.block_size
+        self.table.computed[slot] = computed
+        self.table.charged[slot] = max(computed, sequence.charged)
+        self.tenants.take_slot(slot)
         sequence.num_registered = len(cached)
         insort(self.prefilling, sequence, key=lambda seq: seq.queue_key)
         for token_id in sequence.stop_ids:
@@ -186,7 +187,9 @@ class Lifecycle:
             self.pool.share(block)
         table.block_table[slot, held : len(cached)] = cached[held:]
         self.pool.release(own)
-        table.computed[slot] = len(cached) * self.args.block_size
+        computed = len(cached) * self.args.block_size
+        table.computed[slot] = computed
+        table.charged[slot] = max(computed, int(table.charged[slot]))
         sequence.num_registered = len(cached)
 
     def introduce(self, sequence: Sequence, now: float) -> RowAdmit:
@@ -202,7 +205,12 @@ class Lifecycle:
             self.counters.prompt_tokens += sequence.num_prompt
             self.counters.cached_tokens += sequence.cached_tokens
             sequence.story.tell(
-                now, "admitted", cached_tokens=cached, blocks=blocks, waited_ms=waited_ms
+                now,
+                "admitted",
+                cached_tokens=cached,
+                blocks=blocks,
+                waited_ms=waited_ms,
+                **sequence.chosen,
             )
         else:
             recompute = max(0, sequence.computed_before - cached)
@@ -215,6 +223,7 @@ class Lifecycle:
                 cached_tokens=cached,
                 blocks=blocks,
                 waited_ms=waited_ms,
+                **sequence.chosen,
             )
         return RowAdmit(
             slot=slot,
@@ -232,6 +241,7 @@ class Lifecycle:
         table, slot = self.table, sequence.slot
         self.prefilling.remove(sequence)
         table.decode[slot] = True
+        table.version += 1
         table.sure[slot] = table.length[slot] + 1
         sequence.move(Status.RUNNING)
 
@@ -315,6 +325,7 @@ class Lifecycle:
         self._release_blocks(sequence, keep_cache=True)
         table.drop_blocks(slot)
         table.decode[slot] = False
+        table.version += 1
         table.known[slot] = False
         self.released.append(slot)
 
@@ -343,6 +354,7 @@ class Lifecycle:
         last_token = int.from_bytes(sequence.tokens[last * 4 : last * 4 + 4], "little")
         sequence.move(ending.status)
         self.clients.remove(sequence)
+        self.tenants.remove(sequence.tenant)
         if sequence.deadline is not None:
             entry = (sequence.deadline, sequence.arrival_number)
             del self.deadlines[bisect_left(self.deadlines, entry)]
@@ -364,6 +376,7 @@ class Lifecycle:
             message=message,
         )
         self.outbox.end(sequence.client, end)
+        self.recent.add(sequence, end, produced, now)
         sequence.story.tell(
             now,
             "ended",
@@ -400,6 +413,10 @@ class Lifecycle:
 
     def _leave_slot(self, sequence: Sequence, keep_cache: bool = True) -> None:
         slot = sequence.slot
+        self.tenants.leave_slot(slot)
+        if self.table.known[slot] or self.table.sure[slot]:
+            # Of one the worker never heard of, only found positions stand there, which may be lost.
+            sequence.charged = int(self.table.charged[slot])
         self._release_blocks(sequence, keep_cache)
         if self.table.known[slot]:
             self.released.append(slot)

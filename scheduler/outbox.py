@@ -81,7 +81,8 @@ class Outbox:
         starts = None if counts is None else np.cumsum(counts) - counts
         for client, rows, keys in addresses.groups:
             if counts is None or starts is None:
-                self._close(client, keys, pack_int32(tokens[rows]), b"")
+                own = tokens if len(rows) == len(tokens) else tokens[rows]
+                self._close(client, keys, pack_int32(own), b"")
             else:
                 parts = [tokens[starts[row] : starts[row] + counts[row]] for row in rows]
                 self._close(

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from deepinfer.scheduler.lifecycle import InFlight, Lifecycle
+from deepinfer.scheduler.in_flight import InFlight
+from deepinfer.scheduler.lifecycle import Lifecycle
 from deepinfer.scheduler.queues import MAX_PREFILLING, split_budget
 from deepinfer.scheduler.sequence import Sequence
 from deepinfer.scheduler.suspects import is_suspected
-from deepinfer.scheduler.victims import memory_victim, priority_victims
+from deepinfer.scheduler.table import BatchTable
+from deepinfer.scheduler.victims import fair_victims, memory_victim, priority_victims
+from deepinfer.wire.checks import shown
 from deepinfer.wire.columns import Int32, pack_int32
 from deepinfer.wire.steps import RowAdmit, StepPlan
 
 MAX_ADMIT_BYTES = 4 << 20
 """About how much one step brings a worker to unpack; it is silent meanwhile."""
+
+
+@dataclass(slots=True)
+class _DecodeRows:
+    """The decode rows of one version of a table; ``flight`` is a step of them alone.
+
+    ``least`` and ``most`` are what a step brings, by slot: for certain, and if all goes well.
+    ``quiet`` is how many more steps are certain to need no block and end no row.
+    """
+
+    table: BatchTable
+    flight: InFlight
+    least: Int32
+    most: Int32
+    quiet: int = 0
 
 
 class Planner:
@@ -28,21 +48,37 @@ class Planner:
     def __init__(self, life: Lifecycle, depth: int) -> None:
         self._life = life
         self._depth = depth
+        self._latest: _DecodeRows | None = None
+
+    @property
+    def decode_rows(self) -> int:
+        """How many rows the latest plan decodes."""
+        return len(self._latest.flight.slots) if self._latest is not None else 0
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or ``None`` when the pipeline is full or nothing can be computed.
 
         A step in which a sequence was preempted admits nobody, unless it would compute nothing:
-        whoever comes in must not take at once what a preemption was needed to find.
+        whoever comes in must not take at once what a preemption was needed to find. Under the fair
+        policy the one it was found for comes in at once, and nobody else.
         """
         life = self._life
         if not life.ready or len(life.in_flight) >= self._depth:
             return None
-        self._drain()
+        quiet = self._is_quiet()
+        if not quiet:
+            self._drain()
         # Before anybody grows: who is preempted must not be given a block in the same plan.
-        preempted = life.queue.by_priority and self._make_room(now)
-        grown, short = self._grow(now)
-        if not (preempted or short) or self._nobody_left():
+        preempted, favoured = False, None
+        if life.queue.by_priority:
+            preempted = self._make_room(now)
+        elif life.queue.fair and life.tenants.contended:
+            favoured = self._weigh_tenants(now)
+        grown, short = (b"", False) if quiet else self._grow(now)
+        if favoured is not None:
+            if not short:
+                self._admit(favoured, now)
+        elif not (preempted or short) or self._nobody_left():
             self._fill_slots(now)
         return self._compose(grown, now)
 
@@ -50,6 +86,21 @@ class Planner:
         return not self._life.prefilling and not self._life.table.decode.any()
 
     # ---- rows that run --------------------------------------------------------------------------
+
+    def _is_quiet(self) -> bool:
+        """Whether it is known from a step before that ``_drain`` and ``_grow`` find nothing."""
+        rows = self._decode_rows()
+        rows.quiet -= 1
+        return rows.quiet >= 0
+
+    def _look_ahead(self) -> None:
+        """Note for how many steps behind this one no row needs a block or is at its end."""
+        rows, table = self._decode_rows(), self._life.table
+        slots = rows.flight.slots
+        # Where results may bring several tokens, nobody knows how far they get.
+        if len(slots) and self._life.tokens_per_row == 1:
+            left = np.minimum(table.room - table.computed, table.max_length - table.sure)
+            rows.quiet = int(left[slots].min()) - 1
 
     def _drain(self) -> None:
         table = self._life.table
@@ -72,6 +123,7 @@ class Planner:
                 break
             preempted |= self._free_some(now)
         if not total:
+            self._look_ahead()
             return b"", preempted
         blocks = np.array(life.pool.allocate(total), dtype=np.int32)
         if total == len(slots):
@@ -100,10 +152,12 @@ class Planner:
     def _free_some(self, now: float) -> bool:
         """Get blocks back from one sequence; return whether that was a preemption."""
         life = self._life
-        for sequence in reversed(life.prefilling):
+        for sequence in reversed(life.queue.in_order(life.prefilling)):
             if not life.table.known[sequence.slot]:
                 life.give_back(sequence, now)
                 return False
+        if life.queue.fair:
+            life.tenants.settle()
         victim = memory_victim(life.table, life.queue)
         life.preempt(
             victim,
@@ -131,18 +185,27 @@ class Planner:
             full = len(life.prefilling) >= MAX_PREFILLING and wanted >= budget
             if full and self._is_full_before(head, budget):
                 break
-            if is_suspected(head) and any(map(is_suspected, table.bound())):
+            if not self._admit(head, now):
                 break
-            cached = life.cached_blocks(head)
-            if life.missing_blocks(head, cached) > life.pool.available:
-                break
-            life.take_slot(head, cached, now)
             admit_bytes += head.wire_bytes
             wanted += self._remaining(head)
 
+    def _admit(self, head: Sequence, now: float) -> bool:
+        """Give the head of the queue a free slot if it may run and its blocks are there."""
+        life = self._life
+        if is_suspected(head) and any(map(is_suspected, life.table.bound())):
+            return False
+        cached = life.cached_blocks(head)
+        if not life.table.free_slots or life.missing_blocks(head, cached) > life.pool.available:
+            return False
+        life.queue.choose(head, now)
+        life.take_slot(head, cached, now)
+        return True
+
     def _is_full_before(self, head: Sequence, budget: int) -> bool:
         """Whether unfinished prompts that go before ``head`` fill the step and are enough."""
-        before = [seq for seq in self._life.prefilling if seq.queue_key < head.queue_key]
+        queue = self._life.queue
+        before = [seq for seq in self._life.prefilling if queue.goes_before(seq, head)]
         return len(before) >= MAX_PREFILLING and sum(map(self._remaining, before)) >= budget
 
     def _make_room(self, now: float) -> bool:
@@ -171,34 +234,64 @@ class Planner:
             )
         return bool(victims)
 
+    def _weigh_tenants(self, now: float) -> Sequence | None:
+        """Settle the counters if there is anything to decide by them in this plan.
+
+        Where an over-served tenant has to make way for the head of the queue, preempt it and return
+        the head. Fair preemption always recomputes.
+        """
+        life = self._life
+        someone = bool(life.queue) and (
+            bool(life.table.free_slots) or life.tenants.may_push(life.table.num_slots)
+        )
+        if someone or len(life.prefilling) > 1:
+            life.tenants.settle()
+        head = life.queue.head() if someone else None
+        if head is None or is_suspected(head):
+            return None
+        victims = fair_victims(
+            life.table,
+            life.pool,
+            life.tenants,
+            head,
+            life.rules.limit,
+            lambda: life.missing_blocks(head, life.cached_blocks(head)),
+        )
+        for victim in victims:
+            if not life.table.known[victim.slot]:
+                life.give_back(victim, now)
+                continue
+            mine, its = (shown(life.tenants.names[seq.tenant]) for seq in (head, victim))
+            life.preempt(
+                victim,
+                now,
+                by=head.request_id,
+                why=f"tenant {its} had more than its share and more than tenant {mine}",
+                recompute=True,
+            )
+        return head if victims else None
+
     # ---- the step -------------------------------------------------------------------------------
 
     def _compose(self, grown: bytes, now: float) -> StepPlan | None:
         life, table = self._life, self._life.table
-        decode = np.flatnonzero(table.decode).astype(np.int32)
+        rows = self._decode_rows()
+        flight = rows.flight
         admitted, chunks, finishing = self._chunks(now)
-        if not len(decode) and not chunks:
+        if not flight.column and not chunks:
             assert not grown
             return None
         # Many times quicker than an addition with ``where``.
-        rows = table.decode.astype(np.int32)
-        table.sure += rows
-        rows *= life.tokens_per_row
-        table.computed += rows
+        table.sure += rows.least
+        table.computed += rows.most
         for sequence in finishing:
             life.start_decoding(sequence)
-        slots = decode
-        if finishing:
+        if chunks:
             last = np.array([sequence.slot for sequence in finishing], dtype=np.int32)
-            slots = np.concatenate([decode, last])
+            flight = InFlight.of(table, np.concatenate([flight.slots, last]), chunks)
         life.counters.steps_planned += 1
         step = life.counters.steps_planned
-        life.in_flight[step] = InFlight(
-            chunks={slot: int(table.epoch[slot]) for slot, _ in chunks},
-            slots=slots,
-            column=pack_int32(slots),
-            epochs=table.epoch[slots],
-        )
+        life.in_flight[step] = flight
         released, life.released = life.released, []
         return StepPlan(
             step=step,
@@ -207,6 +300,16 @@ class Planner:
             grown=grown,
             chunks=pack_int32(number for pair in chunks for number in pair) if chunks else b"",
         )
+
+    def _decode_rows(self) -> _DecodeRows:
+        """Return the decode rows, the same as for the step before while none comes or goes."""
+        table, rows = self._life.table, self._latest
+        if rows is None or rows.table is not table or rows.flight.version != table.version:
+            slots = np.flatnonzero(table.decode).astype(np.int32)
+            least = table.decode.astype(np.int32)
+            most = least * self._life.tokens_per_row
+            rows = self._latest = _DecodeRows(table, InFlight.of(table, slots, []), least, most)
+        return rows
 
     def _chunks(self, now: float) -> tuple[list[RowAdmit], list[tuple[int, int]], list[Sequence]]:
         """Split the budget between unfinished prompts.
@@ -220,7 +323,7 @@ class Planner:
         finishing: list[Sequence] = []
         if not life.prefilling:
             return admitted, chunks, finishing
-        rows = list(life.prefilling)
+        rows = life.queue.in_order(life.prefilling)
         grants = split_budget(self._prefill_budget(), [self._remaining(row) for row in rows])
         for sequence, grant in zip(rows, grants, strict=True):
             if not grant:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
 import signal
 import time
-from pathlib import Path
 
-from deepinfer.scheduler.client_link import ClientLink
+from deepinfer.scheduler.client_link import MAX_CLIENTS, ClientLink
 from deepinfer.scheduler.core import Core
+from deepinfer.scheduler.recent import StepLog
 from deepinfer.scheduler.results import BrokenResult
 from deepinfer.scheduler.worker_link import WorkerLink, WorkerState
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.checks import shown
-from deepinfer.wire.children import exit_with_parent, read_config, remove_directory
+from deepinfer.wire.children import Child
 from deepinfer.wire.config import SchedulerConfig
 from deepinfer.wire.messages import (
     PROTOCOL_VERSION,
@@ -24,6 +25,7 @@ from deepinfer.wire.messages import (
     Drain,
     EngineDown,
     EngineInfo,
+    EngineView,
     FromClient,
     Hello,
     SchedulerHeartbeat,
@@ -35,12 +37,17 @@ from deepinfer.wire.steps import StepResult, WorkerReady
 log = logging.getLogger("deepinfer.scheduler")
 
 _PUSH_INTERVAL_S = 0.005
+# A view is shown again for so long, and for so many times as long as it took to make.
+_VIEW_FRESH_NS = 50_000_000
+_VIEW_FRESH_FACTOR = 20
 
 
 class SchedulerProcess:
     """Feeds the core with what arrives and sends what it decides."""
 
-    def __init__(self, config: SchedulerConfig, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, first_worker: Child, recorder: Recorder | None = None
+    ) -> None:
         self._config = config
         self._core = Core(config.args)
         self._plan = timed(recorder, "plan", self._core.plan)
@@ -51,6 +58,9 @@ class SchedulerProcess:
         self._steps = 0
         self._worker_busy_ns = self._worker_idle_ns = 0
         self._step_ended_ns: int | None = None
+        self._step_log = StepLog()
+        self._view: EngineView | None = None
+        self._view_until_ns = 0
         self._actor = Actor(after_turn=self._turn)
         self._clients = ClientLink(
             self._actor,
@@ -64,6 +74,7 @@ class SchedulerProcess:
             self._actor,
             config.args,
             config.directory,
+            first_worker,
             on_ready=self._on_ready,
             on_result=timed(recorder, "result", self._on_result),
             on_gone=self._on_worker_gone,
@@ -71,8 +82,8 @@ class SchedulerProcess:
         )
         if config.args.endpoint is not None:
             try:
-                self._clients.listen_also(config.args.endpoint)
-            except ValueError as error:
+                self._clients.listen_also(config.args.endpoint, config.args.curve_keys)
+            except (ValueError, OSError) as error:
                 # The owner hears of it on the private socket; trying again would not help.
                 self._worker.give_up(str(error))
         self._actor.every(0.1, self._watch)
@@ -102,8 +113,14 @@ class SchedulerProcess:
                 self._core.shutdown(now)
                 self._actor.stop()
         # The worker first: it computes while the outputs are encoded.
-        while self._worker.state is WorkerState.READY and (plan := self._plan(now)):
+        while self._worker.state is WorkerState.READY:
+            began_ns = time.monotonic_ns()
+            plan = self._plan(now)
+            if plan is None:
+                break
+            ended_ns = time.monotonic_ns()
             self._worker.send(plan)
+            self._step_log.planned(plan, self._core.decode_rows, began_ns, ended_ns)
         for client, message in self._core.outbox():
             self._clients.send(client, message)
         if self._down and not self._down_told:
@@ -180,14 +197,31 @@ class SchedulerProcess:
                         call.call_id, error=f"no story of request {shown(call.request_id)}"
                     )
                 return Answer(call.call_id, story=story)
+            case "view":
+                return Answer(call.call_id, view=self._look_in())
+            case "tenants":
+                return self._tenants(call.call_id)
             case what:
                 return Answer(call.call_id, error=f"unknown call {shown(what)}")
+
+    def _tenants(self, call_id: int) -> Answer:
+        told = list(self._core.tenants().items())
+        return Answer(
+            call_id,
+            numbers={
+                f"{i}.{name}": value
+                for i, (_, numbers) in enumerate(told)
+                for name, value in numbers.items()
+            },
+            texts={str(i): user_id for i, (user_id, _) in enumerate(told)},
+        )
 
     def _stats(self) -> dict[str, float]:
         now = time.monotonic()
         return self._core.stats() | {
             "clients": len(self._clients),
             "junk_frames": self._clients.junk_frames + self._worker.junk_frames,
+            "unknown_keys": self._clients.unknown_keys,
             "worker_restarts": self._worker.restarts,
             "worker_busy_s": self._worker_busy_ns / 1e9,
             "worker_idle_s": self._worker_idle_ns / 1e9,
@@ -213,6 +247,25 @@ class SchedulerProcess:
             },
             texts={"worker": self._worker.state.value, "cause": cause},
         )
+
+    def _look_in(self) -> EngineView:
+        """Return a view that is new, or nearly: many who look on must not slow the steps down."""
+        now_ns = time.monotonic_ns()
+        if self._view is None or now_ns > self._view_until_ns:
+            health = self._health(0)
+            self._view = EngineView(
+                now_ns=now_ns,
+                ok=bool(health.numbers["ok"]),
+                cause=health.texts["cause"],
+                worker=health.texts["worker"],
+                stats=dict(self._stats()),
+                steps=self._step_log.steps(),
+            )
+            self._core.view(now_ns / 1e9, self._view)
+            made_ns = time.monotonic_ns()
+            fresh_ns = max(_VIEW_FRESH_NS, _VIEW_FRESH_FACTOR * (made_ns - now_ns))
+            self._view_until_ns = made_ns + fresh_ns
+        return self._view
 
     # ---- the worker -----------------------------------------------------------------------------
 
@@ -243,8 +296,10 @@ class SchedulerProcess:
                 self._clients.send(client, Welcome(self._info))
 
     def _on_result(self, result: StepResult) -> None:
-        self._last_step = time.monotonic()
+        read_ns = time.monotonic_ns()
+        self._last_step = read_ns / 1e9
         self._steps += 1
+        self._step_log.read(result, read_ns)
         try:
             self._core.step_result(result, self._last_step)
         except BrokenResult as error:
@@ -268,17 +323,22 @@ class SchedulerProcess:
         self._core.engine_down(time.monotonic(), cause)
 
 
-def main() -> None:
-    """Run the scheduler that the parent process configured through the lifeline."""
-    config = read_config(SchedulerConfig)
-    directory = Path(config.directory)
-    exit_with_parent(on_parent_gone=lambda: remove_directory(directory))
+def _allow_descriptors(wanted: int) -> None:
+    """Raise the soft limit: each connection takes one, also one that never gets through."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def main(config: SchedulerConfig, first_worker: Child) -> None:
+    """Run the scheduler; ``first_worker`` is ``start_worker``'s generation 1."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level="WARNING")
+    _allow_descriptors(2 * MAX_CLIENTS)
     folder = config.args.profile
     recorder = Recorder(folder, "scheduler") if folder is not None else None
     try:
-        SchedulerProcess(config, recorder).run()
+        SchedulerProcess(config, first_worker, recorder).run()
     finally:
-        remove_directory(directory)
         if recorder is not None:
             recorder.write()

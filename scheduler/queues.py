@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 from deepinfer.scheduler.sequence import Sequence
 
@@ -31,7 +32,11 @@ class WaitingQueue:
 
     A preempted sequence keeps its key, so it stands before its peers that never started: those
     arrived later.
+
+    What differs under the *fair* policy stands in ``FairQueue``.
     """
+
+    fair = False
 
     def __init__(self, by_priority: bool) -> None:
         self.by_priority = by_priority
@@ -58,6 +63,11 @@ class WaitingQueue:
         aged = sequence.priority * AGEING_S + sequence.arrival
         return (aged, sequence.priority, sequence.arrival_number)
 
+    def enter(self, sequence: Sequence, now: float) -> None:
+        """Put in a sequence that just arrived."""
+        sequence.queue_key = self.first_key(sequence)
+        self.add(sequence, now)
+
     def class_of(self, sequence: Sequence) -> int:
         """Return a running sequence's priority, improved by the time it has spent in the queue.
 
@@ -66,6 +76,21 @@ class WaitingQueue:
         if not self.by_priority:
             return 0
         return sequence.priority - int(sequence.waited_s / AGEING_S)
+
+    def rank_of(self, sequence: Sequence) -> float:
+        """Return a number that is larger for those who give way first."""
+        return self.class_of(sequence)
+
+    def goes_before(self, sequence: Sequence, head: Sequence) -> bool:
+        """Whether an unfinished prompt gets its chunks before the head of the queue would."""
+        return sequence.queue_key < head.queue_key
+
+    def in_order(self, prompts: Seq[Sequence]) -> list[Sequence]:
+        """Return unfinished prompts, given by their keys, in the order in which they get chunks."""
+        return list(prompts)
+
+    def choose(self, head: Sequence, now: float) -> None:
+        """Take note that the head is admitted now."""
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Put the sequence at the place of its key."""
@@ -82,9 +107,9 @@ class WaitingQueue:
 
 
 def split_budget(budget: int, remaining: list[int]) -> list[int]:
-    """Split ``budget`` tokens between prompts with ``remaining`` tokens each, the oldest first.
+    """Split ``budget`` tokens between prompts with ``remaining`` tokens each, in their order.
 
-    The oldest prompts take what they need, but the one with the least left to compute (the first
+    The first prompts take what they need, but the one with the least left to compute (the first
     of equals) has a quarter of the budget for sure. So a short newcomer starts at once beside a
     prompt of any length, and the long one keeps three quarters of its pace.
     """

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from deepinfer.scheduler.ends import Ending
-from deepinfer.scheduler.lifecycle import InFlight, Lifecycle
+from deepinfer.scheduler.in_flight import InFlight
+from deepinfer.scheduler.lifecycle import Lifecycle
 from deepinfer.scheduler.outbox import Addresses
 from deepinfer.scheduler.sequence import Sequence
-from deepinfer.wire.columns import Int32, unpack_int32
+from deepinfer.scheduler.table import UInt8
+from deepinfer.wire.columns import Int32, unpack_int32, unpack_uint32
 from deepinfer.wire.messages import PromptLogprobs
 from deepinfer.wire.steps import StepResult
 
@@ -55,18 +57,22 @@ class ResultReader:
 
     def _apply(self, result: StepResult, flight: InFlight, now: float) -> None:
         life, table = self._life, self._life.table
-        slots, epochs, tokens, counts = self._columns(result, flight)
+        slots, tokens, classes, counts = self._columns(result, flight)
         failed = [row for row in result.failed if self._is_live(row.slot, row.epoch)]
-        live = table.epoch[slots] == epochs
         column = result.slots
-        num_void = len(slots) - int(np.count_nonzero(live))
+        num_void = 0
+        # Where no slot was left since the plan, what came back as it was asked for is all live.
+        asked = flight.version, flight.column, flight.epochs_column
+        if asked != (table.version, column, result.epochs):
+            live = table.epoch[slots] == unpack_int32(result.epochs)
+            num_void = len(slots) - int(np.count_nonzero(live))
         if num_void:
             life.counters.voided_rows += num_void
             if counts is not None:
                 tokens = tokens[np.repeat(live, counts)]
                 counts = counts[live]
             else:
-                tokens = tokens[live]
+                tokens, classes = tokens[live], classes[live]
             slots = slots[live]
             column = slots.tobytes()
         if failed or column != flight.column:
@@ -76,7 +82,7 @@ class ResultReader:
         # Whose the tokens are must be known before ends empty their slots.
         addresses = self._addresses(slots, column)
         if counts is None:
-            self._append_one_each(slots, tokens, result, now)
+            self._append_one_each(slots, tokens, classes, result, now)
         else:
             tokens, counts = self._append_several(slots, tokens, counts, result, now)
         for row in failed:
@@ -86,25 +92,27 @@ class ResultReader:
 
     def _columns(
         self, result: StepResult, flight: InFlight
-    ) -> tuple[Int32, Int32, Int32, Int32 | None]:
-        slots, epochs = unpack_int32(result.slots), unpack_int32(result.epochs)
+    ) -> tuple[Int32, Int32, UInt8, Int32 | None]:
+        """Return slots, tokens, the tokens' classes, and counts when they are not one each."""
+        slots_known = result.slots == flight.column
+        slots = flight.slots if slots_known else unpack_int32(result.slots)
         tokens = unpack_int32(result.tokens)
         counts = unpack_int32(result.counts) if result.counts else None
         total = len(slots) if counts is None else int(counts.sum())
         if (
-            len(epochs) != len(slots)
+            len(result.epochs) != len(result.slots)
             or (counts is not None and (len(counts) != len(slots) or counts.min() < 1))
             or len(tokens) != total
         ):
             raise BrokenResult(f"step {result.step}: the result's columns do not fit together")
         # As unsigned numbers, negative ones are too large as well.
-        slots_known = result.slots == flight.column
-        if len(slots) and (
-            tokens.view(np.uint32).max() >= self._life.vocab_size
-            or not (slots_known or slots.view(np.uint32).max() < self._life.table.num_slots)
-        ):
-            raise BrokenResult(f"step {result.step}: a slot or a token is out of range")
-        return slots, epochs, tokens, counts
+        try:
+            classes = self._life.token_class[unpack_uint32(result.tokens)]
+            if not slots_known:
+                self._life.table.epoch[unpack_uint32(result.slots)]
+        except IndexError:
+            raise BrokenResult(f"step {result.step}: a slot or a token is out of range") from None
+        return slots, tokens, classes, counts
 
     def _check_complete(self, flight: InFlight, slots: Int32, failed: list[int]) -> None:
         epoch = self._life.table.epoch
@@ -128,7 +136,9 @@ class ResultReader:
 
     # ---- tokens ---------------------------------------------------------------------------------
 
-    def _append_one_each(self, slots: Int32, tokens: Int32, result: StepResult, now: float) -> None:
+    def _append_one_each(
+        self, slots: Int32, tokens: Int32, classes: UInt8, result: StepResult, now: float
+    ) -> None:
         """One token a row: rows that go on as before cost no Python."""
         life, table = self._life, self._life.table
         position = table.length[slots]
@@ -136,13 +146,13 @@ class ResultReader:
         table.tokens[slots, position] = tokens
         table.length[slots] = length
         # Rows to look at: a token that may stop its sequence, the longest length, a first token.
-        look = (life.token_class[tokens] & table.stop_mask[slots]) != 0
+        look = classes & table.stop_mask[slots]
         look |= length >= table.look_at[slots]
         if life.tokens_per_row > 1:
             table.computed[slots] -= life.tokens_per_row - 1
         if result.logprobs:
             self._forward_logprobs(result, dict.fromkeys(slots.tolist(), 1))
-        for row in np.flatnonzero(look).tolist():
+        for row in look.nonzero()[0].tolist():
             sequence = table.at(int(slots[row]))
             if not table.look_at[sequence.slot]:
                 life.first_token(sequence, now)

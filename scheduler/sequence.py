@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from deepinfer.scheduler.story import Story
+from deepinfer.scheduler.story import Detail, Story
 from deepinfer.wire.params import SamplingParams
 
 
@@ -78,6 +78,8 @@ class Sequence:
         "arrival",
         "arrival_number",
         "cached_tokens",
+        "charged",
+        "chosen",
         "client",
         "client_index",
         "computed_before",
@@ -90,6 +92,7 @@ class Sequence:
         "num_registered",
         "num_restarts",
         "params",
+        "passed_over",
         "priority",
         "prompt_logprobs_next",
         "queue_key",
@@ -103,7 +106,9 @@ class Sequence:
         "story",
         "strikes",
         "struck_at",
+        "tenant",
         "tokens",
+        "user_id",
         "waited_s",
     )
 
@@ -122,11 +127,15 @@ class Sequence:
         arrival: float,
         arrival_number: int,
         deadline: float | None,
+        user_id: str = "",
+        tenant: int = 0,
     ) -> None:
         self.client = client
         self.client_index = client_index
+        self.tenant = tenant
         self.key = key
         self.request_id = request_id
+        self.user_id = user_id
         self.params = params
         self.stop_ids = frozenset(params.stop_token_ids or ())
         self.priority = priority
@@ -145,6 +154,10 @@ class Sequence:
         self.waited_s = 0.0
         self.queue_key: tuple[float, int, int] = (0.0, 0, arrival_number)
         self.first_scheduled: float | None = None
+        # Under the fair policy: why it was admitted, and how often another tenant's younger
+        # sequence was admitted while it was the oldest that waited.
+        self.chosen: dict[str, Detail] = {}
+        self.passed_over = 0
 
         # Prefix cache: digests of the full blocks known so far, and how many of the sequence's
         # own blocks are findable by them.
@@ -163,6 +176,8 @@ class Sequence:
         # Positions that were computed when the sequence last lost its blocks: what of them the
         # prefix cache does not give back has to be recomputed.
         self.computed_before = 0
+        # Positions that its tenant was charged for, or that the prefix cache had, in earlier slots.
+        self.charged = 0
 
     @property
     def wire_bytes(self) -> int:

@@ -41,8 +41,11 @@ class BatchTable:
     - ``known``: the worker has this row (it was admitted there and not yet released).
     - ``decode``: the worker computes this row in every step without being told.
     - ``client``, ``key``: whose the tokens are.
+    - ``tenant``: who is charged for them; ``charged``: the positions that it is not to be charged
+      for any more (``Tenants.settle``).
 
-    ``version`` changes whenever a slot is left: until then a slot's owner stays the same.
+    ``version`` changes whenever a slot is left, or begins or ceases to decode: until then the
+    decode rows, their owners and their epochs stay the same.
 
     ``tokens`` (num_slots × width) and ``block_table`` are allocated in full but only touched, and
     so only backed by memory, where sequences write.
@@ -63,6 +66,8 @@ class BatchTable:
         self.room: Int32 = np.zeros(num_slots, dtype=np.int32)
         self.epoch: Int32 = np.zeros(num_slots, dtype=np.int32)
         self.client: Int32 = np.zeros(num_slots, dtype=np.int32)
+        self.tenant: Int32 = np.zeros(num_slots, dtype=np.int32)
+        self.charged: Int32 = np.zeros(num_slots, dtype=np.int32)
         self.key: UInt32 = np.zeros(num_slots, dtype=np.uint32)
         self.known: Bool = np.zeros(num_slots, dtype=np.bool_)
         self.decode: Bool = np.zeros(num_slots, dtype=np.bool_)
@@ -85,6 +90,7 @@ class BatchTable:
         self.max_length[slot] = max_length
         self.client[slot] = sequence.client_index
         self.key[slot] = sequence.key
+        self.tenant[slot] = sequence.tenant
         self.look_at[slot] = 0
         mask = TokenClass(0)
         if not sequence.params.ignore_eos:
@@ -109,6 +115,7 @@ class BatchTable:
         self.computed[slot] = 0
         self.sure[slot] = 0
         self.length[slot] = 0
+        self.charged[slot] = 0
         self.known[slot] = False
         self.decode[slot] = False
         self.free_slots.append(slot)

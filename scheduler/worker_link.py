@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
+from deepinfer.scheduler.worker_process import start_worker, worker_endpoint, worker_identity
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.children import Child
 from deepinfer.wire.codec import MAX_STEP_BYTES, BadFrame, Codec
-from deepinfer.wire.config import EngineArgs, WorkerConfig
+from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.sockets import PeerFull, PeerGone, bind_router, send_to
 from deepinfer.wire.steps import (
     FromWorker,
@@ -45,7 +46,7 @@ class WorkerLink:
 
     The callbacks are called from the actor's loop: ``on_ready``, ``on_result``, ``on_gone`` (it
     died, loaded or not, and another is starting) and ``on_down`` (it failed for good), the last two
-    with a cause.
+    with a cause. ``first_worker`` was started before, as generation 1.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class WorkerLink:
         actor: Actor,
         args: EngineArgs,
         directory: str,
+        first_worker: Child,
         *,
         on_ready: Callable[[WorkerReady], None],
         on_result: Callable[[StepResult], None],
@@ -63,7 +65,7 @@ class WorkerLink:
         self.restarts = 0
         self.junk_frames = 0
         self._args = args
-        self._endpoint = f"ipc://{directory}/worker"
+        self._directory = directory
         self._codec = Codec(FromWorker, max_in=MAX_STEP_BYTES, max_out=MAX_STEP_BYTES)
         self._on_ready = on_ready
         self._on_result = on_result
@@ -71,11 +73,10 @@ class WorkerLink:
         self._on_down = on_down
         self._ever_ready = False
         self._barren_deaths = 0
-        self._socket = bind_router(actor.context, self._endpoint, MAX_STEP_BYTES)
+        self._socket = bind_router(actor.context, worker_endpoint(directory), MAX_STEP_BYTES)
         actor.add_socket(self._socket, self._receive)
         self._generation = 0
-        self._busy_s = 0.0
-        self._start()
+        self._take_on(first_worker)
 
     @property
     def pid(self) -> int:
@@ -119,16 +120,14 @@ class WorkerLink:
         """End the worker."""
         self._child.stop(grace_s=1.0)
 
-    def _start(self) -> None:
+    def _take_on(self, worker: Child) -> None:
+        """Wait for a worker that was just started to be ready."""
+        self._child = worker
         self._generation += 1
-        self._identity = b"worker-%d" % self._generation
+        self._identity = worker_identity(self._generation)
         self._started = self._heard = time.monotonic()
         self._busy_s = 0.0
         self.state = WorkerState.STARTING
-        self._child = Child(
-            self._args.worker_module,
-            WorkerConfig(args=self._args, endpoint=self._endpoint, identity=self._identity),
-        )
 
     def _silence_limit(self) -> float:
         # Before its hello a worker still starts the interpreter and cannot send anything.
@@ -179,4 +178,4 @@ class WorkerLink:
             return
         self.restarts += 1
         self._on_gone(cause)
-        self._start()
+        self._take_on(start_worker(self._args, self._directory, self._generation + 1))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
-from deepinfer.scheduler import client_link
+from deepinfer.scheduler import client_link, keyed_endpoint
 from deepinfer.scheduler.client_link import ClientLink
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.codec import MAX_REQUEST_BYTES
 from deepinfer.wire.columns import pack_int32
+from deepinfer.wire.curve import ClientKeys
 from deepinfer.wire.messages import (
     AddRequest,
     Answer,
@@ -30,6 +33,7 @@ from deepinfer.wire.messages import (
 )
 from deepinfer.wire.params import SamplingParams
 from deepinfer.wire.sockets import check_endpoint
+from support.curve import KeyFolder, free_endpoint
 
 LIMIT_S = 20
 
@@ -37,7 +41,7 @@ LIMIT_S = 20
 class Link:
     """A ``ClientLink`` that runs in a thread; ``Call("fill")`` sends more than a client may owe."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, *, keyed: tuple[str, Path] | None = None) -> None:
         self.endpoint = endpoint
         self.messages: list[FromClient] = []
         self.gone: list[str] = []
@@ -52,6 +56,8 @@ class Link:
             on_message=self._on_message,
             on_gone=self._on_gone,
         )
+        if keyed is not None:
+            self.link.listen_also(keyed[0], str(keyed[1]))
         self._actor.every(0.005, lambda: self.link.watch(time.monotonic()))
         self._thread = threading.Thread(target=self._actor.run)
         self._thread.start()
@@ -85,10 +91,15 @@ class Link:
 class Peer:
     """A raw client."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            self.socket.setsockopt(zmq.IDENTITY, os.urandom(16).hex().encode())
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self.socket.connect(endpoint)
 
     def send(self, message: object) -> None:
@@ -170,6 +181,35 @@ def test_one_client_too_many_is_told_so(link, peer, monkeypatch) -> None:
     assert "1 clients" in message.message
 
 
+def test_one_key_does_not_take_all_the_room(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(keyed_endpoint, "MAX_CLIENTS_PER_KEY", 2)
+    keys, endpoint = KeyFolder(tmp_path / "keys"), free_endpoint()
+    one, two = keys.raw("one"), keys.raw("two")
+    link = Link(f"ipc://{tmp_path}/engine", keyed=(endpoint, keys.path))
+    peers = [Peer(endpoint, one), Peer(endpoint, one)]
+    try:
+        for peer in peers:
+            peer.send(Call(1, "here"))
+            assert isinstance(peer.receive(), Answer)
+        for _ in range(2):  # the one that is turned away takes no room
+            peers.append(Peer(endpoint, one))
+            peers[-1].send(Hello())
+            down = peers[-1].receive()
+            assert isinstance(down, EngineDown)
+            assert "clients have this key" in down.message
+        peers.append(Peer(endpoint, two))
+        peers[-1].send(Call(1, "here"))
+        assert isinstance(peers[-1].receive(), Answer)
+        peers[0].send(Goodbye())
+        assert link.somebody_left.wait(LIMIT_S)
+        peers[2].send(Call(2, "now"))
+        assert peers[2].receive() == Answer(2)
+    finally:
+        for peer in peers:
+            peer.close()
+        link.close()
+
+
 def request(**changes: object) -> list[object]:
     """An ``AddRequest`` as it stands on the wire, with some fields of another type."""
     add = AddRequest(7, "r", pack_int32([1]), SamplingParams(seed=1))
@@ -201,6 +241,15 @@ def test_a_wrongly_typed_request_is_refused_by_the_name_of_its_field(
     assert isinstance(refused, Refused)
     assert (refused.key, refused.code, refused.field) == (7, "invalid", field)
     assert refused.message
+
+
+def test_a_request_whose_key_is_none_is_counted_and_not_answered(link, peer) -> None:
+    peer.send(Hello())
+    for key in (True, -1, 1 << 32, 1.5, "7", None):
+        peer.send(request(key=key, prompt="no bytes"))
+    peer.send(Call(2, "after"))
+    assert peer.receive() == Answer(2)
+    assert link.link.junk_frames == 6
 
 
 def test_a_frame_above_the_limit_is_counted_and_the_client_goes_on(link, peer) -> None:

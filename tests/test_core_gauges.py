@@ -26,7 +26,9 @@ def _requests(engine: CoreDriver) -> None:
         )
         prompt = [4 + i % 4] * (3 + 2 * i)
         client = b"a" if i % 2 else b"b"
-        engine.add(prompt, params, client=client, timeout_ms=9e6, priority=i % 3)
+        engine.add(
+            prompt, params, client=client, timeout_ms=9e6, priority=i % 3, user_id=f"tenant {i % 3}"
+        )
 
 
 def _abort_all(engine: CoreDriver) -> None:
@@ -83,7 +85,7 @@ NAMES = ["nothing", "abort", "evict", "fail", "deadline", "client", "kill", "shu
 @pytest.mark.parametrize("disturb", DISTURBANCES, ids=NAMES)
 @pytest.mark.parametrize("stop", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 def test_gauges_return_to_zero_whenever_something_happens(
     policy: str, overlap: bool, stop: bool, disturb: Disturbance
 ) -> None:

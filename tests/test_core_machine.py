@@ -44,6 +44,8 @@ class Wish:
     priority: int
     timeout_ms: float | None
     salt: str
+    user_id: str
+    weight: float
 
 
 def wish(pick: random.Random) -> Wish:
@@ -66,6 +68,8 @@ def wish(pick: random.Random) -> Wish:
         priority=pick.randrange(4),
         timeout_ms=pick.choice([None, None, None, 5000.0]),
         salt=pick.choice(["", "", "tenant"]),
+        user_id=pick.choice(["", "one", "two"]),
+        weight=pick.choice([1.0, 1.0, 3.0]),
     )
 
 
@@ -90,7 +94,7 @@ class CoreMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4, 16]),
         blocks=st.integers(1, 14),
         max_model_len=st.integers(6, 48),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
         stop=st.booleans(),
         cache=st.booleans(),
     )
@@ -131,6 +135,8 @@ class CoreMachine(RuleBasedStateMachine):
             priority=wish.priority,
             timeout_ms=wish.timeout_ms,
             salt=wish.salt,
+            user_id=wish.user_id,
+            weight=wish.weight,
         )
 
     @rule(wish=wishes, percent=numbers)
@@ -254,6 +260,14 @@ class CoreMachine(RuleBasedStateMachine):
             self.hold_against_reference(request)
         self.driver.hold_idle()
         assert self.driver.core.stats()["accepted"] == len(self.driver.requests)
+        self.hold_the_charges()
+
+    def hold_the_charges(self) -> None:
+        """Each output is charged to somebody once, and no prompt token more often than once."""
+        served = sum(told["served_tokens"] for told in self.driver.core.tenants().values())
+        outputs = sum(len(request.tokens) for request in self.driver.requests.values())
+        known = sum(len(r.prompt) + len(r.resubmitted) for r in self.driver.requests.values())
+        assert outputs <= served <= outputs + known
 
     def hold_against_reference(self, request: Request) -> None:
         end, alone = request.end, self.driver.expected(request)

@@ -92,6 +92,31 @@ def test_decode_rows_never_wait_for_prompts() -> None:
     assert max(engine.worker.step_tokens) <= 16
 
 
+def test_steps_are_described_anew_only_when_a_row_comes_or_goes() -> None:
+    engine = driver()
+    stream = engine.add([5] * 4, greedy(40))
+    steps_until(engine, stream)
+
+    def latest_of_two_steps() -> list[object]:
+        described = []
+        for _ in range(2):
+            engine.step()
+            described.append(list(engine.core._life.in_flight.values())[-1])
+        return described
+
+    engine.step()
+    first, second = latest_of_two_steps()
+    assert first is second
+    other = engine.add([6] * 4, greedy(12))
+    steps_until(engine, other)
+    engine.step()
+    third, fourth = latest_of_two_steps()
+    assert third is fourth is not second
+    engine.run()
+    for request in (stream, other):
+        engine.hold_alone(request)
+
+
 # ---- priorities ---------------------------------------------------------------------------------
 
 
@@ -195,7 +220,7 @@ def test_equals_start_in_the_order_of_their_arrival_and_the_evicted_before_the_n
     overlap: bool,
 ) -> None:
     """SCH-02: equal classes with evictions."""
-    for policy in ("fcfs", "priority"):
+    for policy in ("fcfs", "priority", "fair"):
         engine = driver(
             26, max_num_seqs=8, policy=policy, max_model_len=64, async_scheduling=overlap
         )
