@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server in front of an engine: HTTP, tenants, usage, metrics."""

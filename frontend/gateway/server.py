@@ -1,0 +1,193 @@
+"""``deepinfer serve``: the gateway's HTTP server and the engine behind it, from start to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from deepinfer.frontend.engine import AsyncEngine
+from deepinfer.frontend.errors import EngineDownError
+from deepinfer.frontend.gateway.app import Gateway
+from deepinfer.frontend.gateway.http_protocol import (
+    KEEP_ALIVE_S,
+    BoundedProtocol,
+    raise_descriptor_limit,
+)
+from deepinfer.frontend.gateway.ledger import Ledger
+from deepinfer.frontend.gateway.tenants import Tenants
+from deepinfer.frontend.gateway.tracing import Tracing
+from deepinfer.wire.config import EngineArgs
+from deepinfer.wire.sockets import is_loopback
+
+_CHECK_S = 0.5
+_LAST_ANSWERS_S = 2.0
+
+
+def serve(
+    args: EngineArgs,
+    host: str,
+    port: int,
+    models: Sequence[str],
+    tenants_file: Path | None,
+    *,
+    usage_ledger: Path | None,
+    open_to_all: bool,
+    max_body_bytes: int,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Serve HTTP until SIGINT or SIGTERM; ``on_ready`` hears the address when all is ready.
+
+    The first signal lets what is open finish within ``args.drain_timeout_s``, a second one ends
+    it. ``ValueError`` when the address cannot be used, or is not on loopback while everybody would
+    be let in (no ``tenants_file`` and not ``open_to_all``). ``EngineDownError`` when the engine
+    dies.
+    """
+    if tenants_file is None and not open_to_all and not is_loopback(host):
+        raise ValueError(
+            f"host {host} can be reached by others: give --tenants FILE with their API keys, or "
+            "--open-to-all to let everybody in"
+        )
+    tenants = Tenants.anonymous() if tenants_file is None else Tenants.from_file(tenants_file)
+    tracing = Tracing.from_environment()
+    listener = _listen(host, port)
+    ledger = None if usage_ledger is None else Ledger(usage_ledger)
+    with listener, asyncio.Runner(loop_factory=_new_loop) as runner:
+        engine = AsyncEngine(args)
+        gateway = Gateway(
+            engine,
+            models,
+            tenants,
+            max_body_bytes=max_body_bytes,
+            ledger=ledger,
+            tracing=tracing,
+        )
+        server = _Server(engine, gateway, tenants)
+        runner.run(server.run(listener, on_ready))
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to ``_Server``: the engine has to be stopped before the last answer."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    def __init__(self, engine: AsyncEngine, gateway: Gateway, tenants: Tenants) -> None:
+        self._engine = engine
+        self._accounts = gateway.accounts
+        self._tenants = tenants
+        BoundedProtocol.max_connections = raise_descriptor_limit()
+        self._http = _HttpServer(
+            uvicorn.Config(
+                gateway.app,
+                http=BoundedProtocol,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
+        )
+
+    async def run(self, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+        stopped, hurried = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(
+                number, lambda: hurried.set() if stopped.is_set() else stopped.set()
+            )
+        try:
+            start = asyncio.ensure_future(self._engine.start())
+            await _first(start, stopped)
+            if stopped.is_set():
+                start.cancel()
+                return
+            await start
+            serving = asyncio.ensure_future(self._http.serve(sockets=[listener]))
+            await self._http.listening.wait()
+            host, port = listener.getsockname()[:2]
+            on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            try:
+                await self._watch(stopped)
+            finally:
+                await self._end(serving, hurried)
+        finally:
+            await self._engine.stop()
+            await self._accounts.finish()
+
+    async def _end(self, serving: asyncio.Future[None], hurried: asyncio.Event) -> None:
+        """Take no more, let what is open finish within the time there is, and tell the rest.
+
+        The engine is what ends requests, so each client hears it with the reason, in its answer or
+        as the last event of its stream; then the connections have a moment to send that.
+        """
+        self._http.should_exit = True
+        draining = asyncio.ensure_future(self._engine.stop(drain=True))
+        await _first(draining, hurried)
+        await self._engine.stop()
+        await draining
+        await asyncio.wait((serving,), timeout=_LAST_ANSWERS_S)
+        for connection in list(self._http.server_state.connections):
+            connection.transport.abort()
+        self._http.force_exit = True
+        await serving
+
+    async def _watch(self, stopped: asyncio.Event) -> None:
+        """Return when a signal came; ``EngineDownError`` when the engine is gone for good."""
+        while not stopped.is_set():
+            self._tenants.reload_if_changed()
+            health = await self._engine.health()
+            if health["down"]:
+                raise EngineDownError(str(health["cause"]))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopped.wait(), _CHECK_S)
+
+
+async def _first(future: asyncio.Future[None], event: asyncio.Event) -> None:
+    """Wait for the one or the other."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((future, waiting), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not made for Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before the engine is loaded, so that a used one is known at once."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"cannot listen at {host} port {port}: {reason}") from error
+    return listener
