@@ -6,7 +6,9 @@ PROMPT ?= What is the capital of France?
 # Through the environment, as pasted into the recipe its quotes and dollars would be the shell's.
 export PROMPT
 
-.PHONY: help run test check venv clean
+NODE_PACKAGES := examples/node/node_modules/.package-lock.json
+
+.PHONY: help run test check venv node clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -14,7 +16,7 @@ help: ## what there is to make
 run: $(VENV)/installed ## one real completion, streamed to the terminal
 	$(BIN)/deepinfer run -- "$$PROMPT"
 
-test: venv ## all tests
+test: venv node ## all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: venv ## style, types and import contracts
@@ -24,6 +26,8 @@ check: venv ## style, types and import contracts
 	$(BIN)/pip install --quiet --no-deps --target build/installed .
 	MYPYPATH=build/installed $(BIN)/mypy -p deepinfer
 	cd build/installed && ../../$(BIN)/lint-imports --config ../../pyproject.toml
+
+node: $(if $(shell command -v npm),$(NODE_PACKAGES)) ## packages of the Node.js example, where npm is installed
 
 venv: $(VENV)/ready ## .venv with the project and what its tests need
 
@@ -38,5 +42,8 @@ $(VENV)/ready: $(VENV)/installed
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[test]"
 	touch $@
 
-clean: ## remove the virtual environment
-	rm -rf $(VENV)
+$(NODE_PACKAGES): examples/node/package-lock.json
+	npm ci --prefix examples/node --no-audit --no-fund
+
+clean: ## remove the virtual environment and the example's packages
+	rm -rf $(VENV) examples/node/node_modules

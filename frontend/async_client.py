@@ -9,28 +9,22 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from deepinfer.frontend.connection import LoopConnection
+from deepinfer.frontend.connection import HEARTBEAT_S, LOSSES_ALLOWED, TAKEN_FOR_GONE
 from deepinfer.frontend.errors import EngineBusyError, EngineDownError, EngineError
+from deepinfer.frontend.loop_connection import LoopConnection
 from deepinfer.frontend.outputs import RequestOutput
-from deepinfer.frontend.session import (
-    HEARTBEAT_S,
-    LOSSES_ALLOWED,
-    TAKEN_FOR_GONE,
-    Event,
-    Prompt,
-    Session,
-)
-from deepinfer.frontend.tokenizer import Tokenizer
 from deepinfer.wire.messages import (
     Answer,
     Call,
     ClientHeartbeat,
     EngineDown,
+    EngineInfo,
+    EngineView,
     Forgotten,
     Hello,
     StoryEvent,
@@ -39,6 +33,10 @@ from deepinfer.wire.messages import (
 )
 from deepinfer.wire.params import SamplingParams
 from deepinfer.wire.recorder import Recorder, timed
+
+if TYPE_CHECKING:
+    from deepinfer.frontend.session import Event, PreparedPrompt, Prompt, Session
+    from deepinfer.frontend.tokenizer import Tokenizer
 
 log = logging.getLogger("deepinfer.frontend")
 
@@ -129,7 +127,7 @@ class AsyncClient:
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PreparedPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         user_id: str = "",
@@ -137,24 +135,32 @@ class AsyncClient:
         multi_modal_data: dict[str, Any] | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+        weight: float = 1.0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one ``RequestOutput`` per new token; the last one has ``finished=True``.
 
-        ``prompt`` is a string, a list of token ids, or a list of chat messages. Closing or
-        cancelling the iterator aborts the request. Raises ``ValueError`` for bad input before
-        anything is sent, ``EngineBusyError`` when the queue is full or the engine does not read,
-        ``EngineDownError`` when the engine is gone. ``timeout_s`` ends the request with the detail
-        ``deadline``.
+        ``prompt`` is a string, a list of token ids, a list of chat messages, or what
+        :meth:`prepare` made of one of them and the parameters. Closing or cancelling the iterator
+        aborts the request. Raises ``ValueError`` for bad input before anything is sent,
+        ``EngineBusyError`` when the queue is full or the engine does not read, ``EngineDownError``
+        when the engine is gone. ``timeout_s`` ends the request with the detail ``deadline``.
+
+        Under ``EngineArgs(policy="fair")`` all requests of one ``user_id``, by whichever client,
+        share what is that tenant's; ``weight`` (0.001 to 1000) is the tenant's part beside others,
+        and that of its latest request counts. Requests reuse each other's prompt beginnings in the
+        KV cache only when their ``cache_salt`` (at most 256 characters) is the same: give tenants
+        different ones where none may find out by the time a prompt takes what others asked.
         """
         if multi_modal_data:
             raise ValueError("multi_modal_data is not supported by this version")
-        await self.start()
-        session = self._live_session()
-        if isinstance(prompt, str) and len(prompt) <= _TOKENISE_INLINE_CHARS:
-            prepared = session.prepare(prompt, sampling_params)
+        from deepinfer.frontend.session import PreparedPrompt
+
+        if isinstance(prompt, PreparedPrompt):
+            await self.start()
+            prepared = prompt
         else:
-            loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(None, session.prepare, prompt, sampling_params)
+            prepared = await self.prepare(prompt, sampling_params)
         self._check_room()
         session = self._live_session()
         # From here to the first await nothing can be cancelled: the request is either not begun
@@ -166,12 +172,16 @@ class AsyncClient:
             user_id=user_id,
             priority=priority,
             timeout_s=timeout_s,
+            weight=weight,
+            cache_salt=cache_salt,
         )
         inbox = request.owner = _Inbox()
         try:
             self._flush()
-            while request.open_samples or inbox:
-                item = await inbox.get()
+            while request.open_samples or inbox.items:
+                if not inbox.items:
+                    await inbox.arrival()
+                item = inbox.items.popleft()
                 if isinstance(item, Exception):
                     raise item
                 yield item
@@ -180,6 +190,20 @@ class AsyncClient:
                 session.abandon(request)
                 self._flush()
             inbox.closed.set()
+
+    async def prepare(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> PreparedPrompt:
+        """Check and tokenise a prompt without sending it, a long one in another thread.
+
+        ``ValueError`` names what is wrong.
+        """
+        await self.start()
+        session = self._live_session()
+        if _is_short(prompt, sampling_params):
+            return session.prepare(prompt, sampling_params)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, session.prepare, prompt, sampling_params)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its iterator gets a last output with the reason ``abort``.
@@ -198,6 +222,21 @@ class AsyncClient:
     async def stats(self) -> dict[str, float]:
         """Gauges and counters of the engine."""
         return (await self._call("stats")).numbers
+
+    async def tenants(self) -> dict[str, dict[str, float]]:
+        """Return what the engine knows of its tenants, by ``user_id``.
+
+        ``weight``; ``served_tokens`` (computed for it since it is remembered, prompt and output);
+        ``counter`` (those divided by the weight and lifted after idling; the smallest goes first
+        under the fair policy); ``running`` and ``waiting`` requests. At most 256 tenants: those
+        with open requests first, then those served most.
+        """
+        answer = await self._call("tenants")
+        told: dict[str, dict[str, float]] = {name: {} for name in answer.texts.values()}
+        for key, value in answer.numbers.items():
+            number, _, name = key.partition(".")
+            told[answer.texts[number]][name] = value
+        return told
 
     async def health(self) -> dict[str, Any]:
         """Whether the engine makes progress: ``ok``, ``cause``, the last step and its age.
@@ -218,6 +257,23 @@ class AsyncClient:
             raise KeyError(answer.error)
         return answer.story
 
+    async def view(self) -> EngineView:
+        """What the engine does just now: its requests, KV blocks, users and latest steps.
+
+        Ages are counted to the moment of the view, and the nanoseconds of steps are of the clock
+        that ``now_ns`` was read from, so a reader needs no clock of the engine's machine. Bounded,
+        and made only when asked: see ``EngineView``.
+        """
+        view = (await self._call("view")).view
+        if view is None:
+            raise EngineError("the engine is of an earlier version: it has no view to show")
+        return view
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said of itself when it was ready; ``EngineDownError`` before."""
+        return self._live_session().info
+
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, once started."""
@@ -231,6 +287,9 @@ class AsyncClient:
         Starts an engine where it is our own, unless it is the ``same_engine`` as before.
         """
         raise NotImplementedError
+
+    def _connect(self, endpoint: str, identity: bytes) -> LoopConnection:
+        return LoopConnection(endpoint, identity, self._on_message)
 
     def _check_loop(self) -> None:
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
@@ -254,13 +313,18 @@ class AsyncClient:
         try:
             endpoint, identity = self._address(same_engine=False)
             self._welcome = asyncio.get_running_loop().create_future()
-            self._connection = LoopConnection(endpoint, identity, self._on_message)
+            # Nobody awaits it where the tokenizer is broken too.
+            self._welcome.add_done_callback(lambda future: future.cancelled() or future.exception())
+            self._connection = self._connect(endpoint, identity)
             self._beating = asyncio.ensure_future(self._beat())
+            path = self._tokenizer_path
+            # While the engine starts: it takes half as long as that.
+            tokenizer = await asyncio.to_thread(_load_tokenizer, path) if path else None
             welcome = await self._welcome
-            path = self._tokenizer_path or welcome.info.tokenizer
-            tokenizer = None
-            if (Path(path) / "tokenizer.json").is_file():
-                tokenizer = Tokenizer.from_folder(path)
+            if not path:
+                tokenizer = await asyncio.to_thread(_load_tokenizer, welcome.info.tokenizer)
+            from deepinfer.frontend.session import Session
+
             self._session = Session(welcome.info, tokenizer, self._seed)
             self._receive = timed(self._recorder, "outputs", self._session.receive)
         except BaseException as error:
@@ -295,8 +359,12 @@ class AsyncClient:
             if self._dead:  # by what came
                 return
             cause = self._cause_of_death(time.monotonic() - self._connection.last_heard)
-            if cause:
+            if refusal := self._refusal():
+                self._fail(refusal)
+            elif cause:
                 self._connect_again(cause, same_engine=False)
+            elif lost := self._loss():
+                self._connect_again(lost, same_engine=True)
             elif self._forgotten:
                 self._connect_again(TAKEN_FOR_GONE, same_engine=True)
             if self._dead:
@@ -305,6 +373,14 @@ class AsyncClient:
     def _cause_of_death(self, silent_s: float) -> str:
         """Say why the engine counts as gone, or return an empty string."""
         raise NotImplementedError
+
+    def _refusal(self) -> str:
+        """Say why the engine takes no connection of this client, or return an empty string."""
+        return ""
+
+    def _loss(self) -> str:
+        """Say that the connection ended, though the engine may live, or return an empty string."""
+        return ""
 
     def _connect_again(self, cause: str, *, same_engine: bool) -> None:
         """Go on at another scheduler or as another client, unless that failed too often.
@@ -325,9 +401,7 @@ class AsyncClient:
             if not waiting.done():
                 waiting.set_exception(EngineBusyError(f"{cause}; connecting again"))
         try:
-            self._connection = LoopConnection(
-                *self._address(same_engine=same_engine), self._on_message
-            )
+            self._connection = self._connect(*self._address(same_engine=same_engine))
         except (ValueError, OSError) as error:
             self._fail(f"{cause}; starting another failed: {error}")
 
@@ -403,25 +477,50 @@ class AsyncClient:
             self._calls.pop(call_id, None)
 
 
+def _is_short(prompt: Prompt, params: SamplingParams | None) -> bool:
+    """Whether a prompt is prepared faster than it is handed to another thread."""
+    if not isinstance(prompt, str | list) or len(prompt) > _TOKENISE_INLINE_CHARS:
+        return False
+    chars = len(prompt)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        texts = [text for message in prompt[:33] if isinstance(message, dict)
+                 for text in message.values()]  # fmt: skip
+        if len(prompt) > 32 or not all(isinstance(text, str) for text in texts):
+            return False
+        chars += sum(map(len, texts))
+    if isinstance(params, SamplingParams) and params.bad_words:
+        chars += sum(map(len, params.bad_words))
+    return chars <= _TOKENISE_INLINE_CHARS
+
+
+def _load_tokenizer(folder: str) -> Tokenizer | None:
+    """Read the tokenizer of a folder, ``None`` where it has none.
+
+    Imports what is needed to use it as well: that takes long, and is done while an engine starts.
+    """
+    import deepinfer.frontend.session  # noqa: F401
+    from deepinfer.frontend.tokenizer import Tokenizer
+
+    return Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").is_file() else None
+
+
 class _Inbox:
     """Outputs of one request between the connection and whoever iterates."""
 
     def __init__(self) -> None:
-        self._items: deque[RequestOutput | Exception] = deque()
-        self._arrived = asyncio.Event()
+        self.items: deque[RequestOutput | Exception] = deque()
         self.closed = asyncio.Event()
-
-    def __bool__(self) -> bool:
-        return bool(self._items)
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, item: RequestOutput | Exception, *, closed: bool) -> None:
-        self._items.append(item)
-        self._arrived.set()
+        self.items.append(item)
         if closed:
             self.closed.set()
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():  # else it was cancelled
+            reader.set_result(None)
 
-    async def get(self) -> RequestOutput | Exception:
-        while not self._items:
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._items.popleft()
+    def arrival(self) -> asyncio.Future[None]:
+        """Return what is done with the next item. There is one reader."""
+        self._reader = asyncio.get_running_loop().create_future()
+        return self._reader

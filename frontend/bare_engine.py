@@ -6,23 +6,17 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from deepinfer.frontend.client import Client
 from deepinfer.frontend.engine import AsyncEngine
 from deepinfer.frontend.errors import EngineDownError, EngineError
-from deepinfer.frontend.model_cache import cache_home
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import StoryEvent
-from deepinfer.wire.sockets import check_endpoint, check_free, listens
+from deepinfer.wire.sockets import check_free, listens
 
 _CHECK_S = 0.5
 _ANSWER_S = 5.0
-
-
-def default_endpoint() -> str:
-    """Where ``deepinfer engine`` listens, and its clients look, when nothing else is said."""
-    return f"ipc://{cache_home() / 'engine.sock'}"
 
 
 def serve_forever(
@@ -81,26 +75,44 @@ async def _serve(
         await engine.stop()
 
 
-def fetch_story(endpoint: str, request_id: str) -> list[StoryEvent]:
+def fetch_story(endpoint: str, request_id: str, **keys: str | None) -> list[StoryEvent]:
     """Ask the engine at ``endpoint`` what happened to a request.
 
-    ``ValueError`` when it does not know the request, ``EngineDownError`` when nobody answers: at
-    once for an ipc endpoint where nobody listens, else after a few seconds.
+    ``ValueError`` when it does not know the request; else as :func:`engine_at`.
     """
-    check_endpoint(endpoint)
-    nobody = EngineDownError(
-        f"no engine answers at {endpoint}; start one with `deepinfer engine --endpoint {endpoint}`"
-    )
-    if endpoint.startswith("ipc://") and not listens(endpoint):
-        raise nobody
 
     async def ask() -> list[StoryEvent]:
-        async with Client(endpoint, silence_limit_s=_ANSWER_S) as client:
+        async with engine_at(endpoint, **keys) as client:
             return await client.trace(request_id)
 
     try:
         return asyncio.run(ask())
     except KeyError as error:
         raise ValueError(str(error.args[0])) from None
+
+
+@contextlib.asynccontextmanager
+async def engine_at(
+    endpoint: str, *, server_key: str | None = None, secret_key: str | None = None
+) -> AsyncIterator[Client]:
+    """Connect to a running engine, for somebody who looks in.
+
+    ``EngineDownError`` when nobody answers (at once for an ipc endpoint where nobody listens, else
+    after a few seconds) or the keys are wrong.
+    """
+    client = Client(
+        endpoint, server_key=server_key, secret_key=secret_key, silence_limit_s=_ANSWER_S
+    )
+    start_one = f"start one with `deepinfer engine --endpoint {endpoint}`"
+    if endpoint.startswith("ipc://") and not listens(endpoint):
+        raise EngineDownError(f"no engine answers at {endpoint}; {start_one}")
+    try:
+        await client.start()
     except EngineDownError:
-        raise nobody from None
+        await client.stop()
+        if client.refused:
+            raise
+        nobody = f"no engine answers at {endpoint}{client.hint}; {start_one}"
+        raise EngineDownError(nobody) from None
+    async with client:
+        yield client

@@ -12,15 +12,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
 from deepinfer.frontend.llm_engine import LLMEngine
 from deepinfer.frontend.outputs import RequestOutput
-from deepinfer.frontend.session import PreparedPrompt
 from deepinfer.wire.checks import shown
 from deepinfer.wire.params import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.frontend.session import PreparedPrompt
 
 # Completions in the engine at a time: more would only lengthen its queue.
 _MAX_RUNNING = 512

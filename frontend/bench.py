@@ -39,6 +39,8 @@ class BenchResult(msgspec.Struct, kw_only=True):
 
     model: str
     dtype: str
+    quantization: str
+    kv_cache_dtype: str
     start_s: dict[str, float]
     """Seconds of each phase of the worker's start."""
     completed: int
@@ -60,7 +62,12 @@ class BenchResult(msgspec.Struct, kw_only=True):
     def lines(self) -> Iterator[str]:
         """Yield the table that people read."""
         start = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in self.start_s.items())
-        yield f"model                      {self.model} ({self.dtype})"
+        setting = self.dtype
+        if self.quantization != "none":
+            setting += f", {self.quantization} weights"
+        if self.kv_cache_dtype != "auto":
+            setting += f", {self.kv_cache_dtype} KV cache"
+        yield f"model                      {self.model} ({setting})"
         yield f"start of the worker (s)    {start}"
         yield f"requests                   {self.completed}"
         yield f"input tokens               {self.total_input_tokens}"
@@ -126,6 +133,8 @@ def run_workload(engine: LLMEngine, workload: Workload, seed: int = 0) -> BenchR
     return BenchResult(
         model=engine.args.model,
         dtype=info.dtype,
+        quantization=engine.args.quantization,
+        kv_cache_dtype=engine.args.kv_cache_dtype,
         start_s=info.start_s,
         completed=len(last),
         duration=duration,

@@ -35,6 +35,18 @@ TopP = Annotated[float, typer.Option(help="Sample among the most likely tokens o
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")]
 System = Annotated[str | None, typer.Option(help="System message of the chat.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results, no progress.")]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(envvar="DEEPINFER_ENDPOINT", help="The engine; that of `deepinfer engine`."),
+]
+ServerKey = Annotated[
+    str | None,
+    typer.Option(envvar="DEEPINFER_SERVER_KEY", help="Its public key, or the file of it."),
+]
+SecretKey = Annotated[
+    str | None,
+    typer.Option(envvar="DEEPINFER_SECRET_KEY", help="Your own key, or the file of it."),
+]
 
 
 def _show_version(asked: bool) -> None:
@@ -94,7 +106,7 @@ def pull(
 
 
 @app.command()
-@takes_engine_args(without=("endpoint",))
+@takes_engine_args(without=("endpoint", "curve_keys"))
 def run(
     args: EngineArgs,
     prompt: Annotated[
@@ -136,7 +148,7 @@ def run(
 
 
 @app.command()
-@takes_engine_args(without=("endpoint",))
+@takes_engine_args(without=("endpoint", "curve_keys"))
 def chat(
     args: EngineArgs,
     system: System = None,
@@ -160,7 +172,7 @@ def chat(
 
 
 @app.command()
-@takes_engine_args(without=("endpoint",), stop_preempted_request=False)
+@takes_engine_args(without=("endpoint", "curve_keys"), stop_preempted_request=False)
 def batch(
     args: EngineArgs,
     source: Annotated[Path, typer.Argument(help="JSON lines: prompt or messages, id, parameters.")],
@@ -202,7 +214,7 @@ def batch(
 
 
 @app.command()
-@takes_engine_args(without=("endpoint",), stop_preempted_request=False)
+@takes_engine_args(without=("endpoint", "curve_keys"), stop_preempted_request=False)
 def bench(
     args: EngineArgs,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt, random.")] = 128,
@@ -248,7 +260,8 @@ def engine(args: EngineArgs, quiet: Quiet = False) -> None:
     Ctrl-C or SIGTERM ends it: open requests may finish within --drain-timeout-s, a second signal
     ends them too.
     """
-    from deepinfer.frontend.bare_engine import default_endpoint, serve_forever
+    from deepinfer.frontend.bare_engine import serve_forever
+    from deepinfer.frontend.client import default_endpoint
 
     if args.endpoint is None:
         args.endpoint = default_endpoint()
@@ -264,19 +277,134 @@ def engine(args: EngineArgs, quiet: Quiet = False) -> None:
 
 
 @app.command()
+@takes_engine_args(stop_preempted_request=False)
+def serve(
+    args: EngineArgs,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of the model for clients; repeatable. By default that of --model."),
+    ] = None,
+    tenants: Annotated[
+        Path | None, typer.Option(help="TOML file of API keys and limits; see docs/gateway.md.")
+    ] = None,
+    usage_ledger: Annotated[
+        Path | None, typer.Option(help="File that gets a JSON line for each ended request.")
+    ] = None,
+    open_to_all: Annotated[
+        bool, typer.Option("--open-to-all", help="Let everybody in who reaches a public address.")
+    ] = False,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of a request's body, at most.")
+    ] = 8 << 20,
+    quiet: Quiet = False,
+) -> None:
+    """Serve the OpenAI API over HTTP.
+
+    Ctrl-C or SIGTERM ends it: open requests may finish within --drain-timeout-s, a second signal
+    ends them too.
+    """
+    from deepinfer.frontend.gateway.server import serve as serve_http
+
+    _bring_model(args, quiet)
+    serve_http(
+        args,
+        host,
+        port,
+        served_model_name or [args.model],
+        tenants,
+        usage_ledger=usage_ledger,
+        open_to_all=open_to_all,
+        max_body_bytes=max_body_bytes,
+        on_ready=lambda address: typer.echo(f"ready at {address}"),
+    )
+
+
+@app.command("api-key")
+def api_key(
+    name: Annotated[str, typer.Argument(help="Tenant that gets the key.")],
+) -> None:
+    """Make an API key, and print what stands for it in the tenants' file."""
+    from deepinfer.frontend.gateway.tenant_file import check_name
+    from deepinfer.frontend.gateway.tenants import new_key
+
+    check_name("NAME", name)
+    key, digest = new_key()
+    typer.echo(f"key for {name}, shown only now: {key}", err=True)
+    typer.echo(f'[tenants.{name}]\nkeys = ["{digest}"]')
+
+
+@app.command()
 def trace(
     request_id: Annotated[str, typer.Argument(help="The request, running or finished lately.")],
-    endpoint: Annotated[
-        str | None,
-        typer.Option(envvar="DEEPINFER_ENDPOINT", help="The engine; that of `deepinfer engine`."),
-    ] = None,
+    endpoint: Endpoint = None,
+    server_key: ServerKey = None,
+    secret_key: SecretKey = None,
 ) -> None:
     """Show what happened to a request and why."""
-    from deepinfer.frontend.bare_engine import default_endpoint, fetch_story
+    from deepinfer.frontend.bare_engine import fetch_story
+    from deepinfer.frontend.client import default_endpoint
     from deepinfer.frontend.timeline import timeline
 
-    for line in timeline(fetch_story(endpoint or default_endpoint(), request_id)):
+    story = fetch_story(
+        endpoint or default_endpoint(), request_id, server_key=server_key, secret_key=secret_key
+    )
+    for line in timeline(story):
         typer.echo(line)
+
+
+@app.command()
+def top(
+    endpoint: Endpoint = None,
+    server_key: ServerKey = None,
+    secret_key: SecretKey = None,
+    interval_s: Annotated[float, typer.Option(min=0.1, max=60, help="Between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="One look, as plain text.")] = False,
+) -> None:
+    """Watch a running engine: requests, tenants, KV blocks, steps.
+
+    q or Ctrl-C ends it. `deepinfer serve` is watched at the --endpoint it was given.
+    """
+    from deepinfer.frontend.bare_engine import engine_at
+    from deepinfer.frontend.client import default_endpoint
+    from deepinfer.frontend.top import look_once, watch
+
+    engine = engine_at(endpoint or default_endpoint(), server_key=server_key, secret_key=secret_key)
+    if once:
+        look_once(engine, interval_s)
+    else:
+        watch(engine, interval_s)
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="Where the keys of one engine lie.")],
+    client: Annotated[
+        str | None, typer.Option(help="Make the keys of a client of this name instead.")
+    ] = None,
+) -> None:
+    """Make keys, so that clients reach an engine over a network.
+
+    For the engine: FOLDER/server.key, its secret, and FOLDER/server.pub, which
+    its clients need. With --client NAME: FOLDER/clients/NAME.key, the client's
+    secret, and FOLDER/clients/NAME.pub, which lets it in as long as it lies in
+    that folder on the engine's machine; one that comes or goes is noticed
+    within a second. All that is secret can be read by you only.
+
+    A client may make its keys on its own machine and send you NAME.pub.
+    """
+    from deepinfer.wire.curve import make_client_keys, make_server_keys
+
+    if client is None:
+        public = make_server_keys(folder)
+        typer.echo(f"server key: {public.decode()} (in {folder / 'server.pub'})")
+        typer.echo(f"deepinfer engine --curve-keys {folder} --endpoint tcp://0.0.0.0:5757")
+        return
+    secret = make_client_keys(folder, client)
+    typer.echo(f"secret key: {secret}, which belongs on the client's machine and nowhere else")
+    public_file = secret.with_suffix(".pub")
+    typer.echo(f"public key: {public_file}, which belongs into clients/ on the engine's machine")
 
 
 def _params(

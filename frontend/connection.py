@@ -1,8 +1,8 @@
-"""Sockets of a client: one for an asyncio loop, one for plain code."""
+"""The socket of a client to its scheduler."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 
@@ -10,11 +10,18 @@ import msgspec
 import zmq
 
 from deepinfer.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, BadFrame, Codec
+from deepinfer.wire.curve import ClientKeys
 from deepinfer.wire.messages import ToClient
-from deepinfer.wire.sockets import connect_dealer
+from deepinfer.wire.sockets import connect_dealer, readable
 
-# Frames taken before the loop's other tasks get a turn.
-_FRAMES_PER_TURN = 64
+LOSSES_ALLOWED = 5
+"""Schedulers that may be lost in a row, none of them having got ready, before a client gives up."""
+
+HEARTBEAT_S = 1.0
+"""A client says at least this often that it is there."""
+
+TAKEN_FOR_GONE = "the engine had taken this client for gone: it was silent or did not read"
+"""What a ``Forgotten`` from the scheduler means."""
 
 # What may be sent to a scheduler that says nothing, though a live one speaks every second.
 _MAX_UNHEARD_BYTES = 64 << 20
@@ -28,7 +35,14 @@ class Connection:
     was received.
     """
 
-    def __init__(self, endpoint: str, identity: bytes) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        identity: bytes,
+        keys: ClientKeys | None = None,
+        *,
+        before_connect: Callable[[zmq.Socket[bytes]], None] | None = None,
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.junk_frames = 0
         self.heard = False
@@ -36,10 +50,14 @@ class Connection:
         self._unheard_bytes = 0
         self._codec = Codec(ToClient, max_in=MAX_MESSAGE_BYTES, max_out=MAX_REQUEST_BYTES)
         try:
-            self.socket = connect_dealer(self._context, endpoint, identity)
+            self.socket = connect_dealer(
+                self._context, endpoint, identity, keys=keys, before_connect=before_connect
+            )
         except BaseException:
-            self._context.term()
+            self._context.destroy(linger=0)  # with whatever was opened before it should connect
             raise
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message without blocking; ``ValueError`` when it is above the size limit.
@@ -48,7 +66,10 @@ class Connection:
         """
         frame = self._codec.encode(message)
         self._unheard_bytes += len(frame)
-        self.socket.send(frame, zmq.NOBLOCK)
+        # ZeroMQ gives up a connection that the peer refuses. There is no queue then, and who
+        # watches the connection learns why.
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(frame, zmq.NOBLOCK)
 
     def send_all(self, messages: Iterable[msgspec.Struct]) -> None:
         """Send each of them; an error is raised when the others were sent."""
@@ -72,7 +93,7 @@ class Connection:
 
     def receive(self) -> ToClient | None:
         """Return a message that has arrived, or ``None``. Junk is counted and dropped."""
-        while True:
+        while readable(self.socket):
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -84,54 +105,13 @@ class Connection:
                 return message
             except BadFrame:
                 self.junk_frames += 1
+        return None
 
     def wait(self, timeout_s: float) -> bool:
         """Block until a message is there, at most ``timeout_s`` seconds."""
-        return bool(self.socket.poll(int(timeout_s * 1000)))
+        return bool(self._poller.poll(int(timeout_s * 1000)))
 
     def close(self, linger_s: float = 0.2) -> None:
         """Close; messages that are on their way get ``linger_s`` seconds."""
         self.socket.close(linger=int(linger_s * 1000))
         self._context.term()
-
-
-class LoopConnection(Connection):
-    """A connection read by the running asyncio loop through the socket's descriptor.
-
-    That costs a quarter of what ``zmq.asyncio`` does. The descriptor is edge-triggered, so after
-    every event and every send the socket is read until it is empty.
-    """
-
-    def __init__(
-        self, endpoint: str, identity: bytes, on_message: Callable[[ToClient], None]
-    ) -> None:
-        super().__init__(endpoint, identity)
-        self._on_message = on_message
-        self._loop = asyncio.get_running_loop()
-        self._descriptor = int(self.socket.getsockopt(zmq.FD))
-        self._closed = False
-        self._loop.add_reader(self._descriptor, self.drain)
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Queue a message without blocking; ``ValueError`` when it is above the size limit."""
-        super().send(message)
-        self._loop.call_soon(self.drain)
-
-    def close(self, linger_s: float = 0.2) -> None:
-        """Close; messages that are on their way get ``linger_s`` seconds."""
-        if not self._closed:
-            self._closed = True
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self._descriptor)
-            super().close(linger_s)
-
-    def drain(self) -> None:
-        """Hand over what has arrived; the rest, when it is much, with the loop's next turn."""
-        for _ in range(_FRAMES_PER_TURN):
-            if self._closed:
-                return
-            message = self.receive()
-            if message is None:
-                return
-            self._on_message(message)
-        self._loop.call_soon(self.drain)

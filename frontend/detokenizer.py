@@ -59,6 +59,33 @@ class Detokenizer:
         return "".join(pieces)
 
 
+def bytes_of_token(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes one token stands for in the middle of a text, special tokens too.
+
+    Together, those of an output are the UTF-8 of its text, but for what a decoder does to the whole
+    (a leading space taken off). Empty for ids outside the vocabulary.
+    """
+    piece = tokenizer.piece(token_id)
+    if piece is None:
+        return b""
+    decoder = tokenizer.backend.decoder
+    kinds = _kinds(json.loads(decoder.__getstate__())) if decoder is not None else []
+    if token_id in tokenizer.special_ids or decoder is None:
+        return piece.encode()
+    if "ByteLevel" in kinds:
+        return _bytes_of_piece(piece)
+    if "ByteFallback" in kinds and (byte := _ByteFallback.byte(piece)) is not None:
+        return byte
+    before = decoder.decode(["a"])
+    text: str = decoder.decode(["a", piece])
+    return text.removeprefix(before).encode()
+
+
+def _kinds(spec: dict[str, Any]) -> list[str]:
+    """The types of a decoder's parts."""
+    return [part["type"] for part in spec.get("decoders", [spec])]
+
+
 class _Stage(Protocol):
     def push(self, pieces: list[str]) -> list[str]: ...
 
@@ -213,7 +240,7 @@ class _ByteFallback:
     def push(self, pieces: list[str]) -> list[str]:
         decoded: list[str] = []
         for piece in pieces:
-            byte = self._byte(piece)
+            byte = self.byte(piece)
             if byte is None:
                 decoded += self.finish()
                 decoded.append(piece)
@@ -252,7 +279,8 @@ class _ByteFallback:
         return self._chars
 
     @staticmethod
-    def _byte(piece: str) -> bytes | None:
+    def byte(piece: str) -> bytes | None:
+        """The byte that a piece like ``<0xE4>`` spells."""
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             try:
                 return bytes.fromhex(piece[3:5])

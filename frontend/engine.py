@@ -57,7 +57,9 @@ class AsyncEngine(AsyncClient):
 
     def _check_room(self) -> None:
         if self._drain_until is not None:
-            raise EngineBusyError("the engine shuts down; ask another, or this one later")
+            raise EngineBusyError(
+                "the engine shuts down; ask another, or this one later", closing=True
+            )
         super()._check_room()
 
     def _on_welcome(self, message: Welcome) -> None:
@@ -88,6 +90,7 @@ class AsyncEngine(AsyncClient):
             self._unwatch()
             self._process.kill()
         self._process = EngineProcess(self.args)
+        self._tokenizer_path = str(self._process.tokenizer)
         self._end_of_process = self._process.end_descriptor()
         asyncio.get_running_loop().add_reader(self._end_of_process, self._on_process_end)
         return self._process.endpoint, self._process.identity

@@ -12,6 +12,7 @@ import msgspec
 from deepinfer.frontend.model_cache import resolve
 from deepinfer.wire.children import Child, remove_directory
 from deepinfer.wire.config import EngineArgs, SchedulerConfig
+from deepinfer.wire.curve import server_secret
 from deepinfer.wire.sockets import check_endpoint, private_directory
 
 _STOP_GRACE_S = 5.0
@@ -21,17 +22,20 @@ _FIRST_WORD_S = 30.0
 class EngineProcess:
     """Starts the scheduler (which starts the workers) and ends it.
 
-    ``ValueError`` when the model is unknown or the endpoint is not allowed.
+    ``ValueError`` when the model is unknown, or the endpoint or its keys are not fit.
     """
 
     def __init__(self, args: EngineArgs) -> None:
+        if args.curve_keys is not None:
+            args = _with_keys(args, args.curve_keys)
         if args.endpoint is not None:
-            check_endpoint(args.endpoint)
+            check_endpoint(args.endpoint, secured=args.curve_keys is not None)
         model = resolve(args.model)
-        tokenizer = Path(args.tokenizer).absolute() if args.tokenizer else model
-        if not (tokenizer / "tokenizer.json").is_file():
-            raise ValueError(f"tokenizer: no tokenizer.json in {tokenizer}")
-        self.args = msgspec.structs.replace(args, model=str(model), tokenizer=str(tokenizer))
+        self.tokenizer = Path(args.tokenizer).absolute() if args.tokenizer else model
+        """A folder with tokenizer.json."""
+        if not (self.tokenizer / "tokenizer.json").is_file():
+            raise ValueError(f"tokenizer: no tokenizer.json in {self.tokenizer}")
+        self.args = msgspec.structs.replace(args, model=str(model), tokenizer=str(self.tokenizer))
         self.identity = uuid.uuid4().hex.encode()
         self._renewals = itertools.count(1)
         self._directory = private_directory()
@@ -77,3 +81,11 @@ class EngineProcess:
         """End the engine at once: all open requests, scheduler, workers and directory."""
         self._child.finish(_STOP_GRACE_S)
         remove_directory(self._directory)
+
+
+def _with_keys(args: EngineArgs, folder: str) -> EngineArgs:
+    """Check that there are keys; the scheduler finds them also when the app changes its folder."""
+    if args.endpoint is None:
+        raise ValueError("curve_keys are the keys of an endpoint: endpoint must be given, too")
+    server_secret(folder)
+    return msgspec.structs.replace(args, curve_keys=str(Path(folder).absolute()))

@@ -6,17 +6,16 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING, Any
 
 from deepinfer.frontend.llm_engine import LLMEngine
 from deepinfer.frontend.outputs import Completion, Metrics, RequestOutput
-from deepinfer.frontend.session import PreparedPrompt, Prompt
 from deepinfer.wire.checks import shown
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.params import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.frontend.session import PreparedPrompt, Prompt
 
 
 class LLM:
@@ -97,6 +96,15 @@ class LLM:
             return self._run_in_turn(self._prepare(prompts, sampling_params), progress)
 
     def _run_in_turn(self, prepared: list[PreparedPrompt], progress: bool) -> list[Completion]:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
         batch = _Batch(uuid.uuid4().hex[:12], prepared)
         console = Console(stderr=True)
         bar = Progress(

@@ -5,20 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from typing import TYPE_CHECKING
 
-from deepinfer.frontend.connection import Connection
-from deepinfer.frontend.engine_process import EngineProcess
-from deepinfer.frontend.errors import EngineDownError, EngineError
-from deepinfer.frontend.outputs import RequestOutput
-from deepinfer.frontend.session import (
+from deepinfer.frontend.connection import (
     HEARTBEAT_S,
     LOSSES_ALLOWED,
     TAKEN_FOR_GONE,
-    PreparedPrompt,
-    Prompt,
-    Session,
+    Connection,
 )
-from deepinfer.frontend.tokenizer import Tokenizer
+from deepinfer.frontend.engine_process import EngineProcess
+from deepinfer.frontend.errors import EngineDownError, EngineError
+from deepinfer.frontend.outputs import RequestOutput
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import (
     Answer,
@@ -33,6 +30,9 @@ from deepinfer.wire.messages import (
 )
 from deepinfer.wire.params import SamplingParams
 from deepinfer.wire.recorder import Recorder, timed
+
+if TYPE_CHECKING:
+    from deepinfer.frontend.session import PreparedPrompt, Prompt
 
 log = logging.getLogger("deepinfer.frontend")
 
@@ -64,9 +64,13 @@ class LLMEngine:
         self._recorder = Recorder(folder, "frontend") if folder is not None else None
         self._process = EngineProcess(self.args)
         try:
+            # While the engine starts: these modules and the tokenizer take half as long as that.
+            from deepinfer.frontend.session import Session
+            from deepinfer.frontend.tokenizer import Tokenizer
+
+            self.tokenizer = Tokenizer.from_folder(self._process.tokenizer)
             self.info = self._connect(self._process.identity).info
             """What the engine said of itself when it was ready."""
-            self.tokenizer = Tokenizer.from_folder(self.info.tokenizer)
         except BaseException:
             self._end_processes()
             raise
@@ -83,14 +87,23 @@ class LLMEngine:
         user_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        weight: float = 1.0,
+        cache_salt: str = "",
     ) -> None:
         """Send a request; ``ValueError`` when the prompt, the parameters or the id are bad.
 
+        The keywords mean the same as in ``AsyncEngine.generate``.
         Waits while the engine does not read and much was sent to it already.
         """
         prepared = self.prepare(prompt, params)
         self.add_prepared(
-            request_id, prepared, user_id=user_id, priority=priority, timeout_s=timeout_s
+            request_id,
+            prepared,
+            user_id=user_id,
+            priority=priority,
+            timeout_s=timeout_s,
+            weight=weight,
+            cache_salt=cache_salt,
         )
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
@@ -106,6 +119,8 @@ class LLMEngine:
         user_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        weight: float = 1.0,
+        cache_salt: str = "",
     ) -> None:
         """Send a request made by :meth:`prepare`; ``ValueError`` when the id is in use."""
         while self._live_connection().stalled:
@@ -117,6 +132,8 @@ class LLMEngine:
             user_id=user_id,
             priority=priority,
             timeout_s=timeout_s,
+            weight=weight,
+            cache_salt=cache_salt,
         )
         self._flush()
 

@@ -7,13 +7,18 @@ feeds ``receive`` with what arrives.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from deepinfer.frontend.errors import EngineBusyError, EngineDownError, EngineError
+from deepinfer.frontend.errors import (
+    EngineBusyError,
+    EngineDownError,
+    EngineError,
+    PromptTooLongError,
+)
 from deepinfer.frontend.outputs import RequestOutput
 from deepinfer.frontend.text_stream import TextStream
 from deepinfer.frontend.tokenizer import Tokenizer
@@ -21,7 +26,10 @@ from deepinfer.wire.checks import check_float, check_int, shown
 from deepinfer.wire.columns import pack_int32, unpack_int32, unpack_uint32
 from deepinfer.wire.messages import (
     MAX_REQUEST_ID_CHARS,
+    MAX_SALT_CHARS,
     MAX_USER_ID_CHARS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     Abort,
     AddRequest,
     End,
@@ -36,15 +44,6 @@ from deepinfer.wire.messages import (
 from deepinfer.wire.params import SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
-
-LOSSES_ALLOWED = 5
-"""Schedulers that may be lost in a row, none of them having got ready, before a client gives up."""
-
-HEARTBEAT_S = 1.0
-"""A client says at least this often that it is there."""
-
-TAKEN_FOR_GONE = "the engine had taken this client for gone: it was silent or did not read"
-"""What a ``Forgotten`` from the scheduler means."""
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the n seeds of a request differ
 
@@ -156,7 +155,7 @@ class Session:
         if not token_ids:
             raise ValueError("prompt must not be empty: it has no tokens")
         if len(token_ids) > limit:
-            raise ValueError(f"prompt has {len(token_ids)} tokens, the limit is {limit}")
+            raise PromptTooLongError(f"prompt has {len(token_ids)} tokens, the limit is {limit}")
         return PreparedPrompt(text, token_ids, params)
 
     def add(
@@ -168,6 +167,8 @@ class Session:
         user_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        weight: float = 1.0,
+        cache_salt: str = "",
     ) -> Request:
         """Open a request; its messages are in the outbox. ``ValueError`` when the id is live.
 
@@ -178,6 +179,8 @@ class Session:
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
         if timeout_s is not None:
             check_float("timeout_s", timeout_s, 0.0, 1e9, low_open=True)
+        check_float("weight", weight, MIN_WEIGHT, MAX_WEIGHT)
+        _check_name("cache_salt", cache_salt, MAX_SALT_CHARS, empty_ok=True)
         request = Request(request_id, prompt)
         params = prompt.params
         for index in range(params.n):
@@ -206,6 +209,8 @@ class Session:
                 user_id=user_id,
                 priority=priority,
                 timeout_ms=None if timeout_s is None else timeout_s * 1000,
+                salt=cache_salt,
+                weight=float(weight),
             )
             self.outbox.append(sample.add)
         return request
@@ -286,17 +291,21 @@ class Session:
             own = tokens[position : position + count]
             position += count
             if (sample := self._samples.get(key)) is not None:
-                events += self._push(sample, own, extras.get(key), ends.pop(key, None))
+                self._push(events, sample, own, extras.get(key), ends.pop(key, None))
         for key, end in ends.items():
             if (sample := self._samples.get(key)) is not None:
                 events.append((sample.request, self._end_without_token(sample, end)))
         return events
 
     def _push(
-        self, sample: _Sample, tokens: list[int], extra: RowExtra | None, end: End | None
-    ) -> Iterable[Event]:
-        """Yield one output a token; the last one carries the end, where there is one."""
-        last = len(tokens) - 1
+        self,
+        events: list[Event],
+        sample: _Sample,
+        tokens: list[int],
+        extra: RowExtra | None,
+        end: End | None,
+    ) -> None:
+        """Add one output a token; the last one carries the end, where there is one."""
         for i, token_id in enumerate(tokens):
             sample.token_ids.append(token_id)
             output = self._output(sample, token_id)
@@ -309,24 +318,17 @@ class Session:
                     output.sum_smaller_probs = entry.sum_smaller_probs
                     output.top_token_ids = entry.top_token_ids
                     output.top_logprobs = entry.top_logprobs
-            ends_here = end if i == last else None
-            rule = ends_here.detail.partition(":")[0] if ends_here is not None else ""
-            if sample.stream is not None:
-                delta = sample.stream.push(
-                    [token_id], last_is_stop_token=rule in ("eos", "stop_token")
-                )
-                output.text = delta.text
-                if delta.stop is not None:
-                    self._close(sample, output, "stop", f"stop_string:{delta.stop}")
+            events.append((sample.request, output))
+            ends_here = end if end is not None and i == len(tokens) - 1 else None
+            if (stream := sample.stream) is not None:
+                output.text = stream.push(token_id, ends_here is not None and _by_token(ends_here))
+                if (stop := stream.stop) is not None:
+                    self._close(sample, output, "stop", f"stop_string:{stop}")
                     if end is None:
-                        self.outbox.append(
-                            StopMatched(sample.key, delta.stop, len(sample.token_ids))
-                        )
-                    yield sample.request, output
+                        self.outbox.append(StopMatched(sample.key, stop, len(sample.token_ids)))
                     return
             if ends_here is not None:
                 self._take_end(sample, output, ends_here)
-            yield sample.request, output
 
     def _end_without_token(self, sample: _Sample, end: End) -> RequestOutput:
         output = self._output(sample, end.last_token_id)
@@ -383,7 +385,7 @@ class Session:
         error: EngineError | ValueError
         match refused.code:
             case "busy" | "shutdown":
-                error = EngineBusyError(text)
+                error = EngineBusyError(text, closing=refused.code == "shutdown")
             case "down":
                 error = EngineDownError(text)
             case _:
@@ -407,7 +409,7 @@ class Session:
             self._within_reach("".join(str(m.get("content")) for m in prompt if hasattr(m, "get")))
             return None, tokenizer.render_chat(list(prompt))
         if len(prompt) > self.info.max_model_len:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"prompt has {len(prompt)} tokens, the limit is {self.info.max_model_len}"
             )
         vocab_size = self.info.vocab_size
@@ -422,7 +424,7 @@ class Session:
         """Refuse at once a text that is too long however well it tokenises."""
         longest = self._need_tokenizer().max_token_chars
         if len(text) > self.info.max_model_len * longest:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"prompt has {len(text)} characters, more than the limit of "
                 f"{self.info.max_model_len} tokens can hold"
             )
@@ -457,6 +459,11 @@ def _continuation(sample: _Sample, now: float) -> AddRequest:
         left_ms = add.timeout_ms - (now - sample.submitted_at) * 1000
         add = msgspec.structs.replace(add, timeout_ms=max(left_ms, 1.0))
     return msgspec.structs.replace(add, output=pack_int32(sample.token_ids), resubmitted=True)
+
+
+def _by_token(end: End) -> bool:
+    """Whether the last token itself ended the request."""
+    return end.detail.partition(":")[0] in ("eos", "stop_token")
 
 
 def _note_prompt_logprobs(sample: _Sample, extra: RowExtra) -> None:

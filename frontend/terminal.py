@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepinfer.frontend.llm_engine import LLMEngine
 from deepinfer.frontend.outputs import RequestOutput
-from deepinfer.frontend.session import Prompt
 from deepinfer.wire.params import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.frontend.session import Prompt
 
 _LEAVE = ("/exit", "/quit")
 

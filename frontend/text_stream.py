@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 from deepinfer.frontend.detokenizer import Detokenizer
 from deepinfer.frontend.stop_strings import StopMatcher
 from deepinfer.frontend.tokenizer import Tokenizer
 from deepinfer.wire.params import SamplingParams
 
 
-class TextDelta(NamedTuple):
-    """What some tokens brought.
-
-    ``stop`` is the stop string they completed; then ``num_tokens_used`` of them count and the
-    request is over. Otherwise all of them count.
-    """
-
-    text: str
-    stop: str | None
-    num_tokens_used: int
-
-
 class TextStream:
-    """Turns the tokens of one output into text; the text does not depend on how they are grouped.
+    """Turns the tokens of one output into text.
 
     A stop string counts when it is completed by the ``min_tokens``-th output token or a later one,
     wherever it began. One that an earlier token completes is text.
@@ -40,29 +25,19 @@ class TextStream:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the text, also when ``finish`` completed it."""
-        return self._matcher.matched if self._matcher else None
+        """The stop string that ended the text: the last token, or ``finish``, completed it."""
+        return self._matcher.matched if self._matcher is not None else None
 
-    def push(self, token_ids: Sequence[int], last_is_stop_token: bool = False) -> TextDelta:
-        """Return the text that these output tokens bring.
+    def push(self, token_id: int, is_stop_token: bool = False) -> str:
+        """Return the text that an output token brings; with ``stop`` set the request is over.
 
-        ``last_is_stop_token``: the last of them ended the request as EOS or as a stop token id. It
-        counts, but its text is left out, unless ``include_stop_str_in_output``.
+        ``is_stop_token``: it ended the request as EOS or as a stop token id. It counts, but its
+        text is left out, unless ``include_stop_str_in_output``.
         """
-        texts: list[str] = []
-        last = len(token_ids)
-        silent = last if last_is_stop_token and not self._include_stop else 0
-        for used, token_id in enumerate(token_ids, start=1):
-            self._num_tokens += 1
-            text = "" if used == silent else self._detokenizer.push(token_id)
-            if self._matcher is None:
-                texts.append(text)
-                continue
-            passed, stop = self._matcher.push(text, self._armed)
-            texts.append(passed)
-            if stop is not None:
-                return TextDelta("".join(texts), stop, used)
-        return TextDelta("".join(texts), None, last)
+        self._num_tokens += 1
+        silent = is_stop_token and not self._include_stop
+        text = "" if silent else self._detokenizer.push(token_id)
+        return text if self._matcher is None else self._matcher.push(text, self._armed)[0]
 
     def finish(self) -> str:
         """Return the rest of the text, once no more tokens come; empty after a stop string.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deepinfer.frontend.pull import pull
@@ -13,6 +15,15 @@ from deepinfer.frontend.pull import pull
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_left() -> Iterator[None]:
+    """A file whose tests leave a process fails itself, not the file whose tests count them."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not left, [process.cmdline() for process in left]
 
 
 @pytest.fixture(scope="session")

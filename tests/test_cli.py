@@ -32,6 +32,7 @@ from deepinfer.frontend.timeline import timeline
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import StoryEvent
 from deepinfer.wire.params import SamplingParams
+from support.curve import free_endpoint
 from support.scripted_engine import ScriptedFolder
 from support.word_engine import MAX_WORDS, WordEngine
 
@@ -88,7 +89,9 @@ def other_value(field: msgspec.structs.FieldInfo) -> Any:
 
 
 @pytest.mark.parametrize(
-    "field", [field for field in FIELDS if field.name != "endpoint"], ids=lambda field: field.name
+    "field",
+    [field for field in FIELDS if field.name not in ("endpoint", "curve_keys")],
+    ids=lambda field: field.name,
 )
 def test_every_engine_argument_is_a_flag_and_a_variable(
     deepinfer: Cli, field: msgspec.structs.FieldInfo, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +175,26 @@ def test_help_needs_none_of_the_heavy_packages() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "loaded: []" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "later"),
+    [
+        ("deepinfer.frontend.llm_engine", "numpy tokenizers jinja2 asyncio rich"),
+        ("deepinfer.frontend.llm", "numpy tokenizers jinja2 asyncio rich"),
+        ("deepinfer.frontend.terminal", "numpy tokenizers jinja2 asyncio rich"),
+        ("deepinfer.frontend.batch_file", "numpy tokenizers jinja2 asyncio rich"),
+        ("deepinfer.frontend.engine", "numpy tokenizers jinja2"),
+        ("deepinfer.scheduler.worker_process", "numpy zmq asyncio"),
+        ("deepinfer.gpu_worker.process", "numpy numba"),
+        ("deepinfer.gpu_worker.weight_cache", "numba"),
+    ],
+)
+def test_what_starts_a_process_or_a_thread_imports_little_before(module: str, later: str) -> None:
+    """Slow imports come while the other process starts, or the weights are read."""
+    code = f"import sys, {module}; print([name for name in {later.split()} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 # ---- errors -----------------------------------------------------------------------------------
@@ -566,6 +589,71 @@ def test_trace_says_that_nobody_answers(deepinfer: Cli, monkeypatch: pytest.Monk
     assert f"no engine answers at {endpoint}; start one with" in err
 
 
+def test_keys_are_made_and_none_is_overwritten(deepinfer: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    status, out, _ = deepinfer("keys", folder)
+    assert status == 0
+    assert (folder / "server.pub").read_text().strip() in out
+    status, out, _ = deepinfer("keys", folder, "--client", "anna")
+    assert status == 0
+    secret = folder / "clients" / "anna.key"
+    assert str(secret) in out
+    assert secret.read_text().strip() not in out
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert len(before) == 4
+    for argv, named in (([], "server.key"), (["--client", "anna"], "anna.pub")):
+        status, _, err = deepinfer("keys", folder, *argv)
+        assert status == 1
+        assert named in err
+    status, _, err = deepinfer("keys", folder, "--client", "../anna")
+    assert status == 2
+    assert "client must be a name" in err
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.process
+def test_trace_takes_keys_and_says_when_they_are_refused(tmp_path: Path) -> None:
+    """The whole way over tcp: ``keys``, ``engine --curve-keys``, ``trace`` with and without."""
+    folder = ScriptedFolder(tmp_path / "model")
+    keys, endpoint = tmp_path / "keys", free_endpoint()
+    command = [sys.executable, "-m", "deepinfer"]
+    for argv in ([], ["--client", "anna"], ["--client", "otto"]):
+        subprocess.run([*command, "keys", keys, *argv], check=True, stdout=subprocess.DEVNULL)
+    (keys / "clients" / "otto.pub").unlink()
+    options = ["--model", str(folder.path), "--worker-module", "support.scripted_worker"]
+    engine = subprocess.Popen(
+        [*command, "engine", "--endpoint", endpoint, "--curve-keys", "keys", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    try:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == f"ready at {endpoint}\n"
+
+        def trace(name: str) -> subprocess.CompletedProcess[str]:
+            environment = os.environ | {
+                "DEEPINFER_ENDPOINT": endpoint,
+                "DEEPINFER_SERVER_KEY": str(keys / "server.pub"),
+            }
+            own = ["--secret-key", str(keys / "clients" / f"{name}.key")]
+            return subprocess.run(
+                [*command, "trace", "nothing", *own],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=environment,
+            )
+
+        served, refused = trace("anna"), trace("otto")
+        assert (served.returncode, served.stderr) == (2, "error: no story of request 'nothing'\n")
+        assert refused.returncode == 1
+        assert "does not know the key" in refused.stderr
+    finally:
+        engine.send_signal(signal.SIGINT)
+        assert engine.wait(60) == 0
+
+
 def test_a_timeline_shows_when_what_and_why() -> None:
     story = [
         StoryEvent(0.0, "arrived", {"prompt_tokens": 5}),
@@ -629,9 +717,9 @@ def test_the_engine_command_finishes_what_is_open_or_ends_it_at_the_second_signa
         async def ask() -> list[RequestOutput]:
             params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
             async with Client(endpoint) as client:
-                outputs = client.generate([5, 6], params)
-                got = [await anext(outputs)]
-                with folder.held():
+                with folder.held(after=1):
+                    outputs = client.generate([5, 6], params)
+                    got = [await anext(outputs)]
                     if how == "to all its processes":
                         os.killpg(engine.pid, signal.SIGTERM)
                     else:
@@ -686,16 +774,19 @@ def test_bench_measures_a_whole_engine(tmp_path: Path) -> None:
     folder = ScriptedFolder(tmp_path / "m", step_ms=2)
     options = ["--model", str(folder.path), "--worker-module", "support.scripted_worker"]
     sizes = ["--input-len", "9", "--output-len", "5", "--num-prompts", "3"]
+    options += ["--quantization", "int4", "--kv-cache-dtype", "int8"]
     bench = [sys.executable, "-m", "deepinfer", "bench", *sizes, *options]
     done = subprocess.run([*bench, "--json"], capture_output=True, text=True, check=True)
     result = json.loads(done.stdout)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (27, 15)
     assert result["completed"] == 3
+    assert (result["quantization"], result["kv_cache_dtype"]) == ("int4", "int8")
     assert result["output_throughput"] * result["duration"] == pytest.approx(15)
     assert 2 <= result["median_ttft_ms"] <= result["p99_ttft_ms"] <= 1e3 * result["duration"]
     assert 2 <= result["median_tpot_ms"] <= result["p99_tpot_ms"]
     assert "load" in result["start_s"]
     done = subprocess.run(bench, capture_output=True, text=True, check=True)
+    assert "int4 weights, int8 KV cache" in done.stdout
     for name in ("output tokens/s", "time to first token", "time per output token", "load"):
         assert name in done.stdout
 

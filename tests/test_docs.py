@@ -21,9 +21,10 @@ def generator():
     return module
 
 
-def test_the_lifecycle_page_matches_the_code() -> None:
-    text = (ROOT / "docs" / "lifecycle.md").read_text()
-    assert generator().page(text) == text, "run: python docs/generate.py"
+@pytest.mark.parametrize("name", ["lifecycle.md", "metrics.md"])
+def test_the_generated_parts_of_a_page_match_the_code(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    assert generator().page(name, text) == text, "run: python docs/generate.py"
 
 
 @pytest.mark.parametrize("ending", Ending, ids=lambda ending: ending.name)

@@ -34,6 +34,22 @@ def test_batch(smollm2_folder) -> None:
     assert all("nats" in line for line in lines)
 
 
+def test_openai_client(smollm2_folder) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "deepinfer", "serve", "--port", "0"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert server.stdout is not None
+    try:
+        url = server.stdout.readline().split()[-1]
+        told = run(str(ROOT / "examples" / "openai_client.py"), f"{url}/v1")
+    finally:
+        server.terminate()
+        server.wait()
+        server.stdout.close()
+    assert "Paris" in told and "nats" in told and "refused: temperature" in told
+
+
 async def test_client_and_the_readme_programs(smollm2_folder, tmp_path) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

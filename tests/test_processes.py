@@ -58,11 +58,11 @@ async def test_a_killed_worker_is_replaced_and_its_streams_go_on(folder) -> None
     """PROC-01: the worker, SIGKILL."""
     async with AsyncEngine(folder.args(stop_preempted_request=False)) as engine:
         victim = process_of("support.scripted_worker")
-        got = []
-        async for out in engine.generate([3, 4, 5], SHORT):
-            got.append(out.token_id)
-            if len(got) == 5:
-                victim.kill()
+        with folder.held(after=5):
+            stream = engine.generate([3, 4, 5], SHORT)
+            got = [(await anext(stream)).token_id for _ in range(5)]
+            victim.kill()
+        got += [out.token_id async for out in stream]
         assert got == folder.reference([3, 4, 5], 20)
         assert (await engine.stats())["worker_restarts"] == 1
         assert process_of("support.scripted_worker").pid != victim.pid
@@ -71,9 +71,10 @@ async def test_a_killed_worker_is_replaced_and_its_streams_go_on(folder) -> None
 async def test_a_worker_that_hangs_counts_as_dead(folder) -> None:
     """PROC-01: the worker, SIGSTOP."""
     async with AsyncEngine(folder.args(heartbeat_timeout_s=2)) as engine:
-        stream = engine.generate([3, 4, 5], SHORT)
-        got = [(await anext(stream)).token_id]
-        process_of("support.scripted_worker").suspend()
+        with folder.held(after=1):
+            stream = engine.generate([3, 4, 5], SHORT)
+            got = [(await anext(stream)).token_id]
+            process_of("support.scripted_worker").suspend()
         got += [out.token_id async for out in stream]
         assert got == folder.reference([3, 4, 5], 20)
 
@@ -94,11 +95,12 @@ async def test_a_request_that_kills_its_workers_ends_alone(tmp_path) -> None:
 async def test_workers_that_die_without_end_bring_an_error_not_a_hang(folder) -> None:
     """PROC-01: every call gets an error with its cause."""
     async with AsyncEngine(folder.args()) as engine:
-        stream = engine.generate([3, 4, 5], LONG)
-        await anext(stream)
-        # From now on no worker gets ready.
-        folder.path.joinpath("scripted.json").write_text("not json")
-        process_of("support.scripted_worker").kill()
+        with folder.held(after=1):
+            stream = engine.generate([3, 4, 5], LONG)
+            await anext(stream)
+            # From now on no worker gets ready.
+            folder.path.joinpath("scripted.json").write_text("not json")
+            process_of("support.scripted_worker").kill()
         async with asyncio.timeout(60):
             outs = [out async for out in stream]
         assert (outs[-1].finished, outs[-1].finish_detail) == (True, "worker_failed")
@@ -114,11 +116,11 @@ async def test_a_lost_scheduler_is_replaced_and_its_streams_go_on(folder, number
     async with AsyncEngine(folder.args(heartbeat_timeout_s=2)) as engine:
         alone = await outputs(engine, [3, 4, 5], params)
         worker = process_of("support.scripted_worker")
-        got = []
-        async for out in engine.generate([3, 4, 5], params):
-            got.append(out)
-            if len(got) == 5:
-                process_of("deepinfer.scheduler").send_signal(number)
+        with folder.held(after=5):
+            stream = engine.generate([3, 4, 5], params)
+            got = [await anext(stream) for _ in range(5)]
+            process_of("deepinfer.scheduler").send_signal(number)
+        got += [out async for out in stream]
         check_stream(got)
         assert [(o.token_id, o.token_logprobs, o.text) for o in got] == [
             (o.token_id, o.token_logprobs, o.text) for o in alone
@@ -129,12 +131,13 @@ async def test_a_lost_scheduler_is_replaced_and_its_streams_go_on(folder, number
 
 async def test_an_abort_while_nobody_is_there_still_ends_the_request(folder) -> None:
     async with AsyncEngine(folder.args()) as engine:
-        stream = engine.generate([3, 4], LONG, request_id="r")
-        await anext(stream)
-        process_of("deepinfer.scheduler").kill()
-        async with asyncio.timeout(30):
-            await engine.abort("r")
-            outs = [out async for out in stream]
+        with folder.held(after=1):
+            stream = engine.generate([3, 4], LONG, request_id="r")
+            await anext(stream)
+            process_of("deepinfer.scheduler").kill()
+            async with asyncio.timeout(30):
+                await engine.abort("r")
+                outs = [out async for out in stream]
         assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "client_abort")
 
 
@@ -366,16 +369,17 @@ async def test_a_client_goes_on_with_the_next_scheduler_and_learns_when_there_is
         AsyncEngine(folder.args(endpoint=endpoint)) as engine,
         Client(endpoint, silence_limit_s=2) as client,
     ):
-        got = []
-        async for out in client.generate([3, 4, 5], SHORT):
-            got.append(out.token_id)
-            if len(got) == 3:
-                process_of("deepinfer.scheduler").kill()
+        with folder.held(after=3):
+            stream = client.generate([3, 4, 5], SHORT)
+            got = [(await anext(stream)).token_id for _ in range(3)]
+            process_of("deepinfer.scheduler").kill()
+        got += [out.token_id async for out in stream]
         assert got == folder.reference([3, 4, 5], 20)
-        stream = client.generate([1, 2], LONG)
-        await anext(stream)
-        await engine.stop()
-        outs = [out async for out in stream]
+        with folder.held(after=1):
+            stream = client.generate([1, 2], LONG)
+            await anext(stream)
+            await engine.stop()
+            outs = [out async for out in stream]
         assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "shutdown")
         async with asyncio.timeout(60):
             with pytest.raises(EngineDownError, match="no word"):
@@ -384,13 +388,14 @@ async def test_a_client_goes_on_with_the_next_scheduler_and_learns_when_there_is
 
 async def test_an_abort_returns_though_its_consumer_walks_away(folder) -> None:
     async with AsyncEngine(folder.args()) as engine:
-        stream = engine.generate([1, 2, 3], LONG, request_id="r")
-        await anext(stream)
-        abort = asyncio.create_task(engine.abort("r"))
-        await asyncio.sleep(0)
-        await stream.aclose()
-        async with asyncio.timeout(10):
-            assert await abort
+        with folder.held(after=1):
+            stream = engine.generate([1, 2, 3], LONG, request_id="r")
+            await anext(stream)
+            abort = asyncio.create_task(engine.abort("r"))
+            await asyncio.sleep(0)
+            await stream.aclose()
+            async with asyncio.timeout(10):
+                assert await abort
 
 
 def raw_client(endpoint: str) -> zmq.asyncio.Socket:
@@ -562,9 +567,9 @@ async def test_what_does_not_finish_in_time_is_ended_as_shutdown(folder, tmp_pat
     grace = 0.5 if how == "grace" else 600
     args = folder.args(endpoint=endpoint, drain_timeout_s=grace)
     async with AsyncEngine(args), Client(endpoint) as client:
-        stream = client.generate([1, 2], LONG)
-        await anext(stream)
-        with folder.held():
+        with folder.held(after=1):
+            stream = client.generate([1, 2], LONG)
+            await anext(stream)
             scheduler = process_of("deepinfer.scheduler")
             scheduler.send_signal(signal.SIGTERM)
             if how == "end now":
@@ -582,11 +587,12 @@ async def test_what_does_not_finish_in_time_is_ended_as_shutdown(folder, tmp_pat
 
 async def test_a_stopped_worker_does_not_outlive_its_scheduler(folder) -> None:
     async with AsyncEngine(folder.args()) as engine:
-        stream = engine.generate([3, 4, 5], SHORT)
-        got = [(await anext(stream)).token_id]
-        processes = engine_processes()
-        process_of("support.scripted_worker").send_signal(signal.SIGSTOP)
-        process_of("deepinfer.scheduler").kill()
+        with folder.held(after=1):
+            stream = engine.generate([3, 4, 5], SHORT)
+            got = [(await anext(stream)).token_id]
+            processes = engine_processes()
+            process_of("support.scripted_worker").send_signal(signal.SIGSTOP)
+            process_of("deepinfer.scheduler").kill()
         got += [out.token_id async for out in stream]
         assert got == folder.reference([3, 4, 5], 20)
         await wait_gone(processes)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -298,32 +297,35 @@ def hang_while_building(target: Path, begun: Path) -> None:
     build_once(target, build)
 
 
+def process_that(function: str, *paths: Path) -> subprocess.Popen[bytes]:
+    """A new interpreter that calls one of this file's functions.
+
+    ``multiprocessing`` would leave its resource tracker behind, a child of this process that
+    tests of engines would count.
+    """
+    code = (
+        f"import sys, pathlib, {__name__}; {__name__}.{function}(*map(pathlib.Path, sys.argv[1:]))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, paths)])
+
+
 def test_processes_that_want_the_same_model_build_it_once(tmp_path: Path) -> None:
     target, built = tmp_path / "models" / "m", tmp_path / "built"
-    spawn = multiprocessing.get_context("spawn")
-    workers = [spawn.Process(target=build_slowly, args=(target, built)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    workers = [process_that("build_slowly", target, built) for _ in range(3)]
+    assert [worker.wait(60) for worker in workers] == [0, 0, 0]
     assert built.read_text() == "x"
     assert visible(target.parent) == ["m"]
 
 
 def test_a_killed_build_leaves_no_model_and_no_lock(tmp_path: Path) -> None:
     target, begun = tmp_path / "models" / "m", tmp_path / "begun"
-    worker = multiprocessing.get_context("spawn").Process(
-        target=hang_while_building, args=(target, begun)
-    )
-    worker.start()
+    worker = process_that("hang_while_building", target, begun)
     deadline = time.monotonic() + 60
     while not begun.exists() and time.monotonic() < deadline:
-        worker.join(0.05)
-        assert worker.exitcode is None
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.join(60)
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(0.05)
+    worker.kill()
+    worker.wait(60)
     assert not target.exists()
 
     build_once(target, fill)

@@ -102,19 +102,16 @@ def test_many_long_stop_strings_share_one_pass() -> None:
     assert (matched, passed + more) == (stops[7], "a" * 5000 + "b")
 
 
-def run(pieces: list[str], *, groups: int = 1, eos: bool = False, **params: object) -> TextStream:
+def run(pieces: list[str], *, eos: bool = False, **params: object) -> TextStream:
     tokenizer = scripted_tokenizer(list(dict.fromkeys(pieces)))
     stream = TextStream(tokenizer, SamplingParams(max_tokens=100, **params))
     ids = [tokenizer.backend.token_to_id(piece) for piece in pieces]
     if eos:
         ids.append(tokenizer.eos_token_id)
     deltas, used = [], 0
-    for at in range(0, len(ids), groups):
-        group = ids[at : at + groups]
-        delta = stream.push(group, last_is_stop_token=eos and at + groups >= len(ids))
-        deltas.append(delta.text)
-        used += delta.num_tokens_used
-        if delta.stop is not None:
+    for used, token_id in enumerate(ids, start=1):
+        deltas.append(stream.push(token_id, is_stop_token=eos and used == len(ids)))
+        if stream.stop is not None:
             break
     deltas.append(stream.finish())
     stream.deltas, stream.used = deltas, used  # type: ignore[attr-defined]
@@ -123,13 +120,13 @@ def run(pieces: list[str], *, groups: int = 1, eos: bool = False, **params: obje
 
 @pytest.mark.parametrize("case", ["STOP-01"])
 @pytest.mark.parametrize("include", [False, True])
-@given(cuts=st.lists(st.integers(0, 8), max_size=8), groups=st.integers(1, 4))
+@given(cuts=st.lists(st.integers(0, 8), max_size=8))
 @settings(max_examples=40, deadline=None)
 def test_a_stop_string_over_several_tokens_never_leaks(
-    case: str, include: bool, cuts: list[int], groups: int
+    case: str, include: bool, cuts: list[int]
 ) -> None:
     pieces = [piece for piece in pieces_of("ABCDEFGH", cuts) if piece]
-    stream = run(pieces, groups=groups, stop=["DEFG"], include_stop_str_in_output=include)
+    stream = run(pieces, stop=["DEFG"], include_stop_str_in_output=include)
     text = "ABCDEFG" if include else "ABC"
     assert "".join(stream.deltas) == text
     assert all(text.startswith("".join(stream.deltas[:i])) for i in range(len(stream.deltas)))
@@ -167,8 +164,8 @@ def test_the_text_of_a_stop_token_is_left_out_unless_included(include: bool, tex
     tokenizer = scripted_tokenizer(["a", "b", "!"])
     params = SamplingParams(stop_token_ids=[2], include_stop_str_in_output=include)
     stream = TextStream(tokenizer, params)
-    delta = stream.push([0, 1, 2], last_is_stop_token=True)
-    assert (delta.text + stream.finish(), delta.num_tokens_used) == (text, 3)
+    pushed = stream.push(0) + stream.push(1) + stream.push(2, is_stop_token=True)
+    assert pushed + stream.finish() == text
 
 
 def test_a_stop_string_completed_by_the_last_bytes_still_ends_the_text() -> None:
@@ -176,20 +173,14 @@ def test_a_stop_string_completed_by_the_last_bytes_still_ends_the_text() -> None
     ids = tokenizer.encode("a😀")
     assert len(ids) == 5
     stream = TextStream(tokenizer, SamplingParams(stop="😀"))
-    assert stream.push(ids).text + stream.finish() == "a"
+    assert "".join(map(stream.push, ids)) + stream.finish() == "a"
     assert stream.stop == "😀"
 
 
-@given(text=st.text(max_size=30), groups=st.integers(1, 5), stop=st.text(min_size=1, max_size=3))
+@given(text=st.text(max_size=30), stop=st.text(min_size=1, max_size=3))
 @settings(max_examples=200, deadline=None)
-def test_streamed_text_equals_the_whole_text_cut_at_the_stop(
-    text: str, groups: int, stop: str
-) -> None:
+def test_streamed_text_equals_the_whole_text_cut_at_the_stop(text: str, stop: str) -> None:
     tokenizer = small_tokenizer("byte_level")
     ids = tokenizer.encode(text)
     stream = TextStream(tokenizer, SamplingParams(stop=stop))
-    streamed = ""
-    for at in range(0, len(ids), groups):
-        streamed += stream.push(ids[at : at + groups]).text
-    streamed += stream.finish()
-    assert streamed == tokenizer.decode(ids).split(stop)[0]
+    assert "".join(map(stream.push, ids)) + stream.finish() == tokenizer.decode(ids).split(stop)[0]

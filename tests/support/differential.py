@@ -288,7 +288,7 @@ class Reference:
         return replace(
             whole,
             token_ids=whole.token_ids[:count],
-            text=stream.push(whole.token_ids[:count]).text + stream.finish(),
+            text="".join(map(stream.push, whole.token_ids[:count])) + stream.finish(),
             finish=PREEMPTED,
             error="",
             num_output_tokens=count,

@@ -4,7 +4,7 @@
     async with AsyncEngine(folder.args(max_num_seqs=4)) as engine: ...
 
 ``folder.reference(prompt, max_tokens)`` is what a greedy request must yield; ``folder.held()``
-holds the worker before its next step.
+holds the worker before its next step, ``folder.held(after=1)`` a request after its first token.
 """
 
 from __future__ import annotations
@@ -60,11 +60,16 @@ class ScriptedFolder:
         return self._reference.continuation(prompt, max_tokens)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the worker before its next step."""
+    def held(self, *, after: int = 0) -> Iterator[None]:
+        """Hold the worker before its next step, or let ``after`` steps pass first.
+
+        These are counted from the next prompt on (none with a cached beginning): with ``after=1`` a
+        request that is sent now yields its first token and surely no other.
+        """
         descriptor = os.open(self.path / "hold", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            os.pwrite(descriptor, bytes([after, 0]), 0)
             yield
         finally:
             os.close(descriptor)

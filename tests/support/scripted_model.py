@@ -116,9 +116,6 @@ class ScriptedModel:
     def attach_cache(self, num_blocks: int, block_size: int) -> None:
         self.cache = PagedTokens(num_blocks, block_size)
 
-    def argmax(self, logits: Float32) -> Int32:
-        return logits.argmax(axis=1).astype(np.int32)
-
     def forward(self, batch: RaggedBatch) -> Float32:
         self.num_forwards += 1
         if self.on_forward is not None:

@@ -10,6 +10,8 @@ replaced. ``scripted.json`` in the model folder configures it (see ``ScriptedFol
 - ``damaged``: a file that stands for a damaged kernel cache while it is there.
 
 A test holds the worker before its next step by holding an exclusive lock on ``hold`` in the folder.
+Its first byte says how many steps still pass, counted from the next one that begins a prompt (with
+no cached beginning); its second one whether that has come.
 """
 
 from __future__ import annotations
@@ -38,8 +40,14 @@ def load_scripted_model(args: EngineArgs, phases: dict[str, float]) -> LoadedMod
     hold = os.open(folder / "hold", os.O_RDWR | os.O_CREAT)
 
     def on_forward(batch: RaggedBatch) -> None:
-        fcntl.flock(hold, fcntl.LOCK_SH)
-        fcntl.flock(hold, fcntl.LOCK_UN)
+        passing, begun = os.pread(hold, 2, 0) or b"\0\0"
+        if passing:
+            # What an earlier request still computes for nothing does not count.
+            if begun or (batch.positions == 0).any():
+                os.pwrite(hold, bytes([passing - 1, 1]), 0)
+        else:
+            fcntl.flock(hold, fcntl.LOCK_SH)
+            fcntl.flock(hold, fcntl.LOCK_UN)
         if (batch.token_ids == script["poison"]).any():
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(script["step_ms"] / 1000)
