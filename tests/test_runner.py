@@ -468,6 +468,14 @@ def test_nothing_is_compiled_after_the_warm_up():
 # ---- the equipment ------------------------------------------------------------------------------
 
 
+def test_no_random_choice_ends_a_scripted_request():
+    """Tests hold such requests open; an end by chance would fail one run in hundreds."""
+    model = ScriptedModel(VOCAB, eos_token_ids=[0])
+    rows = np.array([model.logits(np.array([i, 3], np.int32)) for i in range(200)], np.float64)
+    weights = np.exp(rows)
+    assert (weights[:, 0] / weights.sum(1) < 1e-30).all()
+
+
 def test_the_scripted_model_notices_a_wrong_block_table():
     engine = driver()
     row = engine.add([1, 2, 3, 4, 5])

@@ -37,6 +37,9 @@ NOISE = 4.0
 WINNER = 5.0
 """Logits are noise in [0, 4) that depends on the context, the next token's is 5: a random choice
 at temperature 1 is truly random, a greedy one has a clear winner."""
+NEVER = -100.0
+"""The logit of a token that ends a request, where it is not the next one: no random choice may end
+what a test holds open."""
 
 
 def hash_chain(vocab_size: int, eos_token_id: int | None = None, eos_odds: int = 0) -> NextToken:
@@ -136,6 +139,7 @@ class ScriptedModel:
         """Return the logits that follow a context, float32 [vocab_size]."""
         state = np.full(self.vocab_size, seed_state(_hash(context)))
         row = (uniforms(state, np.arange(self.vocab_size)) * NOISE).astype(np.float32)
+        row[self.eos_token_ids] = NEVER
         row[self.next_token(context)] = WINNER
         if self.on_logits is not None:
             self.on_logits(context, row)
