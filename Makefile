@@ -45,5 +45,5 @@ $(VENV)/ready: $(VENV)/installed
 $(NODE_PACKAGES): examples/node/package-lock.json
 	npm ci --prefix examples/node --no-audit --no-fund
 
-clean: ## remove the virtual environment and the example's packages
-	rm -rf $(VENV) examples/node/node_modules
+clean: ## remove the virtual environment, the example's packages and what the checks built
+	rm -rf $(VENV) build examples/node/node_modules

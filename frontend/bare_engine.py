@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import AsyncIterator, Callable
 
 from deepinfer.frontend.client import Client
 from deepinfer.frontend.engine import AsyncEngine
 from deepinfer.frontend.errors import EngineDownError, EngineError
+from deepinfer.frontend.service import Service
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import StoryEvent
 from deepinfer.wire.sockets import check_free, listens
 
-_CHECK_S = 0.5
 _ANSWER_S = 5.0
 
 
@@ -39,39 +38,18 @@ def serve_forever(
 async def _serve(
     args: EngineArgs, on_ready: Callable[[], None], on_drain: Callable[[int], None]
 ) -> None:
-    stopped, hurried = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(
-            number, lambda: hurried.set() if stopped.is_set() else stopped.set()
-        )
-    first, second = (asyncio.ensure_future(event.wait()) for event in (stopped, hurried))
     engine = AsyncEngine(args)
+    service = Service(engine)
     try:
-        # A signal must also end an engine that is still loading.
-        start = asyncio.ensure_future(engine.start())
-        await asyncio.wait((start, first), return_when=asyncio.FIRST_COMPLETED)
-        if not start.done():
-            start.cancel()
+        if not await service.start():
             return
-        await start
         on_ready()
-        while not stopped.is_set():
-            health = await engine.health()
-            if health["down"]:
-                raise EngineDownError(str(health["cause"]))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopped.wait(), _CHECK_S)
+        await service.watch()
         with contextlib.suppress(EngineError):  # one that is lost just now has nothing to tell
             if (live := int((await engine.stats())["live"])) > 0:
                 on_drain(live)
-        draining = asyncio.ensure_future(engine.stop(drain=True))
-        await asyncio.wait((draining, second), return_when=asyncio.FIRST_COMPLETED)
-        await engine.stop()
-        await draining
+        await service.drain()
     finally:
-        first.cancel()
-        second.cancel()
         await engine.stop()
 
 

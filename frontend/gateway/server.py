@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import uvicorn
 
 from deepinfer.frontend.engine import AsyncEngine
-from deepinfer.frontend.errors import EngineDownError
 from deepinfer.frontend.gateway.app import Gateway
 from deepinfer.frontend.gateway.http_protocol import (
     KEEP_ALIVE_S,
@@ -22,10 +20,10 @@ from deepinfer.frontend.gateway.http_protocol import (
 from deepinfer.frontend.gateway.ledger import Ledger
 from deepinfer.frontend.gateway.tenants import Tenants
 from deepinfer.frontend.gateway.tracing import Tracing
+from deepinfer.frontend.service import Service
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.sockets import is_loopback
 
-_CHECK_S = 0.5
 _LAST_ANSWERS_S = 2.0
 
 
@@ -90,6 +88,7 @@ class _HttpServer(uvicorn.Server):
 class _Server:
     def __init__(self, engine: AsyncEngine, gateway: Gateway, tenants: Tenants) -> None:
         self._engine = engine
+        self._service = Service(engine)
         self._accounts = gateway.accounts
         self._tenants = tenants
         BoundedProtocol.max_connections = raise_descriptor_limit()
@@ -106,66 +105,34 @@ class _Server:
         )
 
     async def run(self, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-        stopped, hurried = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(
-                number, lambda: hurried.set() if stopped.is_set() else stopped.set()
-            )
         try:
-            start = asyncio.ensure_future(self._engine.start())
-            await _first(start, stopped)
-            if stopped.is_set():
-                start.cancel()
+            if not await self._service.start():
                 return
-            await start
             serving = asyncio.ensure_future(self._http.serve(sockets=[listener]))
             await self._http.listening.wait()
             host, port = listener.getsockname()[:2]
             on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
             try:
-                await self._watch(stopped)
+                await self._service.watch(self._tenants.reload_if_changed)
             finally:
-                await self._end(serving, hurried)
+                await self._end(serving)
         finally:
             await self._engine.stop()
             await self._accounts.finish()
 
-    async def _end(self, serving: asyncio.Future[None], hurried: asyncio.Event) -> None:
+    async def _end(self, serving: asyncio.Future[None]) -> None:
         """Take no more, let what is open finish within the time there is, and tell the rest.
 
         The engine is what ends requests, so each client hears it with the reason, in its answer or
         as the last event of its stream; then the connections have a moment to send that.
         """
         self._http.should_exit = True
-        draining = asyncio.ensure_future(self._engine.stop(drain=True))
-        await _first(draining, hurried)
-        await self._engine.stop()
-        await draining
+        await self._service.drain()
         await asyncio.wait((serving,), timeout=_LAST_ANSWERS_S)
         for connection in list(self._http.server_state.connections):
             connection.transport.abort()
         self._http.force_exit = True
         await serving
-
-    async def _watch(self, stopped: asyncio.Event) -> None:
-        """Return when a signal came; ``EngineDownError`` when the engine is gone for good."""
-        while not stopped.is_set():
-            self._tenants.reload_if_changed()
-            health = await self._engine.health()
-            if health["down"]:
-                raise EngineDownError(str(health["cause"]))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopped.wait(), _CHECK_S)
-
-
-async def _first(future: asyncio.Future[None], event: asyncio.Event) -> None:
-    """Wait for the one or the other."""
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait((future, waiting), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
