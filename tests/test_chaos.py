@@ -14,6 +14,7 @@ import pytest
 from deepinfer import AsyncEngine, EngineArgs, RequestOutput, SamplingParams
 from deepinfer.frontend.tokenizer import Tokenizer
 from support.chaos import chaos, strays
+from support.patience import PATIENCE_S
 from support.random_requests import RandomRequests
 from support.scripted_engine import ScriptedFolder
 from support.streams import check_stream, end, outputs, text, tokens
@@ -99,7 +100,7 @@ def nothing_left(monkeypatch):
     monkeypatch.setenv(mark, "1")
     before = shared_memory()
     yield
-    _, alive = psutil.wait_procs(strays(mark), timeout=10)
+    _, alive = psutil.wait_procs(strays(mark), timeout=PATIENCE_S)
     assert not alive, alive
     assert shared_memory() == before
 

@@ -29,11 +29,10 @@ from deepinfer import AsyncEngine
 from deepinfer.frontend.gateway.app import Gateway
 from deepinfer.frontend.gateway.http_protocol import BoundedProtocol
 from deepinfer.frontend.gateway.tenants import Tenants
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
 
 MODEL = "scripted"
-PATIENCE_S = 60.0
-"""How long a test waits for what must happen, on a machine that has other things to do."""
 
 
 @dataclass
@@ -72,7 +71,7 @@ def served(folder: ScriptedFolder, *flags: str) -> Iterator[Served]:
         process = subprocess.Popen(
             [sys.executable, "-m", "deepinfer", "serve", "--model", str(folder.path),
              "--worker-module", "support.scripted_worker", "--served-model-name", MODEL,
-             "--port", "0", "--drain-timeout-s", "5", "--heartbeat-timeout-s", "3", *flags],
+             "--port", "0", *flags],
             stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
         assert process.stdout is not None
