@@ -163,6 +163,61 @@ async def test_an_app_that_blocks_its_loop_does_not_take_the_engine_for_dead(fol
         assert process_of("deepinfer.scheduler").pid == scheduler.pid
 
 
+STOPPED_APP = """
+import asyncio, psutil, sys
+from deepinfer import AsyncEngine, EngineArgs, LLMEngine, SamplingParams
+kind, model = sys.argv[1:]
+args = EngineArgs(model=model, worker_module="support.scripted_worker", heartbeat_timeout_s=2)
+params = SamplingParams(temperature=0, max_tokens=20)
+def end():
+    print(*(process.pid for process in psutil.Process().children(recursive=True)))
+async def main():
+    async with AsyncEngine(args) as engine:
+        async for out in engine.generate([3, 4, 5], params):
+            print(out.token_id, flush=True)
+        end()
+if kind == "AsyncEngine":
+    asyncio.run(main())
+else:
+    with LLMEngine(args) as engine:
+        engine.add_request("r", [3, 4, 5], params)
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                print(out.token_id, flush=True)
+        end()
+"""
+
+
+@pytest.mark.parametrize("kind", ["AsyncEngine", "LLMEngine"])
+async def test_an_app_and_its_engine_may_be_stopped_together_and_go_on(folder, kind) -> None:
+    """Ctrl-Z and then fg: all of them were silent, and none is taken for dead."""
+    app = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_APP, kind, str(folder.path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert app.stdout is not None
+    try:
+        with folder.held(after=5):
+            lines = [await asyncio.to_thread(app.stdout.readline) for _ in range(5)]
+            processes = psutil.Process(app.pid).children(recursive=True)
+            os.killpg(app.pid, signal.SIGSTOP)
+            await asyncio.sleep(5)  # longer than their limit of silence
+            for process in (psutil.Process(app.pid), *processes):
+                process.send_signal(signal.SIGCONT)
+                await asyncio.sleep(0.3)  # each of them looks at the next, which is stopped still
+        *rest, pids = (await asyncio.to_thread(app.stdout.read)).splitlines()
+        assert app.wait() == 0
+    finally:
+        app.kill()
+        app.wait()
+        app.stdout.close()
+    assert [int(line) for line in lines + rest] == folder.reference([3, 4, 5], 20)
+    assert [int(pid) for pid in pids.split()] == [process.pid for process in processes]
+    await wait_gone(processes)
+
+
 async def test_a_model_that_cannot_be_loaded_says_why_at_the_start(tmp_path) -> None:
     folder = ScriptedFolder(tmp_path / "model", fail_load="the tensor foo.weight is missing")
     with pytest.raises(EngineDownError, match=r"foo\.weight is missing"):
