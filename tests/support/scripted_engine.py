@@ -15,7 +15,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,15 @@ def engine_processes() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def process_of(module: str) -> psutil.Process:
-    """The one process that runs ``python -m MODULE`` for this test."""
-    found = [p for p in engine_processes() if module in p.cmdline()]
-    assert len(found) == 1, [p.cmdline() for p in engine_processes()]
+def process_of(module: str, of: psutil.Process | None = None) -> psutil.Process:
+    """The one process that runs ``python -m MODULE`` for this test, or for a process of it."""
+    words: dict[psutil.Process, list[str]] = {}
+    for process in (of or psutil.Process()).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            words[process] = process.cmdline()
+    found = [process for process in words if module in words[process]]
+    # What has just been forked looks like its parent for a moment.
+    parents = [process.pid for process in found]
+    found = [process for process in found if process.ppid() not in parents]
+    assert len(found) == 1, list(words.values())
     return found[0]

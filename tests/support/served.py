@@ -30,7 +30,7 @@ from deepinfer.frontend.gateway.app import Gateway
 from deepinfer.frontend.gateway.http_protocol import BoundedProtocol
 from deepinfer.frontend.gateway.tenants import Tenants
 from support.patience import PATIENCE_S
-from support.scripted_engine import ScriptedFolder
+from support.scripted_engine import ScriptedFolder, process_of
 
 MODEL = "scripted"
 
@@ -55,10 +55,7 @@ class Served:
 
     def child(self, module: str) -> psutil.Process:
         """The one process of its engine that runs ``python -m MODULE``."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        found = [child for child in children if module in child.cmdline()]
-        assert len(found) == 1, [child.cmdline() for child in children]
-        return found[0]
+        return process_of(module, psutil.Process(self.process.pid))
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=PATIENCE_S)
