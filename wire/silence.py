@@ -12,7 +12,7 @@ class Silence:
 
     ``seconds`` is asked for about every ``interval_s``. Where much more went by between two
     questions, this process was stopped (Ctrl-Z, a paused machine) or did something else, and the
-    peer was perhaps stopped with it: that time does not count.
+    peer was perhaps stopped with it: that time counts for half a second.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -27,6 +27,6 @@ class Silence:
         """Return how long it has been silent."""
         now = time.monotonic()
         if now - self._asked > self._longest_s:
-            self._since += now - self._asked
+            self._since += now - self._asked - _SLACK_S
         self._asked = now
         return now - self._since
