@@ -266,14 +266,18 @@ async def test_an_engine_that_cannot_come_back_ends_the_server_with_a_word(tmp_p
     folder = ScriptedFolder(tmp_path / "model")
     with served(folder) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as http:
-            with folder.held(after=1):
+            with folder.held() as hold:
                 stream = asyncio.ensure_future(http.post(TEXT, json=ask([5], 900, stream=True)))
                 whole = asyncio.ensure_future(http.post(TEXT, json=ask([6], 900)))
 
-                async def begun() -> bool:
-                    return len((await http.get("/v1/engine/view")).json()["requests"]) == 2
+                async def live(least_tokens: int) -> bool:
+                    requests = (await http.get("/v1/engine/view")).json()["requests"]
+                    tokens = [request["output_tokens"] for request in requests]
+                    return len(tokens) == 2 and min(tokens) >= least_tokens
 
-                await eventually(begun)
+                await eventually(lambda: live(0))
+                hold.let_pass(5)
+                await eventually(lambda: live(1))
                 script = {**folder.script, "fail_load": "the disk is gone"}
                 (folder.path / "scripted.json").write_text(json.dumps(script))
                 server.child("support.scripted_worker").kill()
