@@ -271,6 +271,8 @@ async def test_an_unfit_identity_is_told_so(folder, keys) -> None:
 # ---- one client and another's stream -----------------------------------------------------------
 
 IDENTITY = b"an identity that is no secret"
+SILENT_S = 1000
+"""The limit where a client that sends no heartbeats must be kept."""
 
 
 async def read_to_end(client: RawClient, tokens: list[int]) -> messages.End:
@@ -287,7 +289,7 @@ async def test_nobody_takes_or_ends_another_clients_stream_though_he_knows_its_i
     folder, keys
 ) -> None:
     add = AddRequest(7, "r", pack_int32([3, 4]), LONG)
-    async with keyed(folder, keys) as engine:
+    async with keyed(folder, keys, heartbeat_timeout_s=SILENT_S) as engine:
         victim = RawClient(engine.args.endpoint, keys.raw("victim"), IDENTITY)
         await victim.send(Hello())
         await victim.receive(Welcome)
@@ -314,7 +316,7 @@ async def test_nobody_takes_or_ends_another_clients_stream_though_he_knows_its_i
 
 async def test_who_takes_the_identity_of_one_that_left_gets_nothing_of_it(folder, keys) -> None:
     add = AddRequest(7, "r", pack_int32([3, 4]), LONG)
-    async with keyed(folder, keys) as engine:
+    async with keyed(folder, keys, heartbeat_timeout_s=SILENT_S) as engine:
         victim = RawClient(engine.args.endpoint, keys.raw("victim"), IDENTITY)
         await victim.send(Hello())
         await victim.receive(Welcome)

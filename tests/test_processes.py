@@ -460,6 +460,10 @@ async def test_an_abort_returns_though_its_consumer_walks_away(folder) -> None:
                 assert await abort
 
 
+SILENT_S = 1000
+"""The limit where a client that sends no heartbeats must be kept."""
+
+
 def raw_client(endpoint: str) -> zmq.asyncio.Socket:
     dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     dealer.connect(endpoint)
@@ -479,7 +483,7 @@ async def test_a_client_that_waits_for_the_engine_is_welcomed(folder, tmp_path) 
     endpoint = f"ipc://{tmp_path}/engine"
     dealer = raw_client(endpoint)
     await dealer.send(msgspec.msgpack.encode(messages.Hello()))
-    async with AsyncEngine(folder.args(endpoint=endpoint)):
+    async with AsyncEngine(folder.args(endpoint=endpoint, heartbeat_timeout_s=SILENT_S)):
         await receive(dealer, messages.Welcome)
     dealer.close(linger=0)
 

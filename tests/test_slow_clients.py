@@ -42,7 +42,9 @@ def greedy(max_tokens: int) -> SamplingParams:
 async def test_who_reads_late_gets_every_token_and_nobody_waits_for_it(folder, tmp_path) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
     prompts = {key: [3, 4, key] for key in range(10)}
-    async with AsyncEngine(folder.args(endpoint=endpoint)) as engine:
+    # It sends no heartbeats while it reads.
+    args = folder.args(endpoint=endpoint, heartbeat_timeout_s=1000)
+    async with AsyncEngine(args) as engine:
         with zmq.Context() as context, context.socket(zmq.DEALER) as late:
             late.setsockopt(zmq.LINGER, 0)
             late.set_hwm(10)
