@@ -358,7 +358,7 @@ class AsyncClient:
             self._connection.drain()
             if self._dead:  # by what came
                 return
-            cause = self._cause_of_death(time.monotonic() - self._connection.last_heard)
+            cause = self._cause_of_death(self._connection.silence.seconds())
             if refusal := self._refusal():
                 self._fail(refusal)
             elif cause:

@@ -12,6 +12,7 @@ import zmq
 from deepinfer.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, BadFrame, Codec
 from deepinfer.wire.curve import ClientKeys
 from deepinfer.wire.messages import ToClient
+from deepinfer.wire.silence import Silence
 from deepinfer.wire.sockets import connect_dealer, readable
 
 LOSSES_ALLOWED = 5
@@ -31,8 +32,8 @@ _STALL_S = 3.0
 class Connection:
     """A DEALER to a scheduler with its codec. Not thread-safe.
 
-    ``heard`` and ``last_heard`` (seconds of the monotonic clock) say whether and when anything
-    was received.
+    ``heard`` says whether anything was received; ``silence``, since when nothing was, for whoever
+    asks about every ``watched_every_s`` seconds.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class Connection:
         identity: bytes,
         keys: ClientKeys | None = None,
         *,
+        watched_every_s: float = HEARTBEAT_S,
         before_connect: Callable[[zmq.Socket[bytes]], None] | None = None,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.junk_frames = 0
         self.heard = False
-        self.last_heard = time.monotonic()
+        self.silence = Silence(watched_every_s)
+        self._last_heard = time.monotonic()
         self._unheard_bytes = 0
         self._codec = Codec(ToClient, max_in=MAX_MESSAGE_BYTES, max_out=MAX_REQUEST_BYTES)
         try:
@@ -88,7 +91,7 @@ class Connection:
 
         Whoever has a new request asks here first: it would only wait in this process's memory.
         """
-        silent_s = time.monotonic() - self.last_heard
+        silent_s = time.monotonic() - self._last_heard
         return self._unheard_bytes > _MAX_UNHEARD_BYTES and silent_s > _STALL_S
 
     def receive(self) -> ToClient | None:
@@ -98,7 +101,8 @@ class Connection:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return None
-            self.heard, self.last_heard = True, time.monotonic()
+            self.heard, self._last_heard = True, time.monotonic()
+            self.silence.heard()
             self._unheard_bytes = 0
             try:
                 message: ToClient = self._codec.decode(frame)

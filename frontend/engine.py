@@ -14,7 +14,7 @@ from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import Drain, Welcome
 from deepinfer.wire.recorder import Recorder
 
-_LAST_WORDS_S = 0.5
+_LAST_WORDS_S = 5.0
 
 
 class AsyncEngine(AsyncClient):

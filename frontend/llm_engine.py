@@ -212,7 +212,7 @@ class LLMEngine:
 
     def _connect(self, identity: bytes) -> Welcome:
         """Connect to the scheduler and wait until the engine is ready."""
-        connection = Connection(self._process.endpoint, identity)
+        connection = Connection(self._process.endpoint, identity, watched_every_s=_POLL_S)
         self._connection = connection
         connection.send(Hello())
         while True:
@@ -229,7 +229,7 @@ class LLMEngine:
         if cause := self._process.cause_of_death():
             return cause
         # What came while nobody listened was read before this, so the silence is the engine's.
-        silent_s = time.monotonic() - connection.last_heard
+        silent_s = connection.silence.seconds()
         if silent_s > self._process.silence_limit_s(connection.heard):
             return f"the scheduler was silent for {silent_s:.1f} s"
         return ""

@@ -40,6 +40,8 @@ MAX_CLIENTS = 4096
 MAX_BACKLOG_BYTES = 16 << 20
 """What may wait for one client that does not read, beside what its socket holds."""
 
+_STOPPED_S = 1.0
+
 _UNFIT_IDENTITY = (
     f"the identity of a client with a key has {MIN_IDENTITY_BYTES} to 255 bytes, random ones that "
     "do not begin with zero, new for each connection"
@@ -92,6 +94,7 @@ class ClientLink:
         self._also: str | None = None
         self._keyed: KeyedEndpoint | None = None
         self._actor = actor
+        self._watched = time.monotonic()
         self._socket = bind_router(actor.context, endpoint)
         actor.add_socket(self._socket, self._receive)
 
@@ -154,8 +157,15 @@ class ClientLink:
             self._drop(identity, "disconnect")
 
     def watch(self, now: float) -> None:
-        """Drop the clients that were silent for too long, and tell those that read again."""
+        """Drop the clients that were silent for too long, and tell those that read again.
+
+        Called several times a second.
+        """
+        # As in ``Silence``: who was stopped together with this process could not speak.
+        stopped_s = now - self._watched if now - self._watched > _STOPPED_S else 0.0
+        self._watched = now
         for identity, client in list(self._clients.items()):
+            client.heard += stopped_s
             if not self.owns(identity) and now - client.heard > self._silence_limit_s:
                 self._drop(identity, "disconnect")
         for identity in list(self._untold):

@@ -12,7 +12,7 @@ from deepinfer.scheduler.client_link import MAX_CLIENTS, ClientLink
 from deepinfer.scheduler.core import Core
 from deepinfer.scheduler.recent import StepLog
 from deepinfer.scheduler.results import BrokenResult
-from deepinfer.scheduler.worker_link import WorkerLink, WorkerState
+from deepinfer.scheduler.worker_link import WATCH_S, WorkerLink, WorkerState
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.checks import shown
 from deepinfer.wire.children import Child
@@ -86,7 +86,7 @@ class SchedulerProcess:
             except (ValueError, OSError) as error:
                 # The owner hears of it on the private socket; trying again would not help.
                 self._worker.give_up(str(error))
-        self._actor.every(0.1, self._watch)
+        self._actor.every(WATCH_S, self._watch)
         self._actor.every(1.0, self._beat)
         self._drain_until = math.inf
         self._actor.on_signals((signal.SIGTERM, signal.SIGUSR1), self._on_signal)

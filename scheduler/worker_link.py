@@ -12,6 +12,7 @@ from deepinfer.wire.actor import Actor
 from deepinfer.wire.children import Child
 from deepinfer.wire.codec import MAX_STEP_BYTES, BadFrame, Codec
 from deepinfer.wire.config import EngineArgs
+from deepinfer.wire.silence import Silence
 from deepinfer.wire.sockets import PeerFull, PeerGone, bind_router, send_to
 from deepinfer.wire.steps import (
     FromWorker,
@@ -23,6 +24,8 @@ from deepinfer.wire.steps import (
     WorkerReady,
 )
 
+WATCH_S = 0.1
+"""How often a worker is looked at."""
 DEATHS_ALLOWED = 8
 """Workers that may die in a row, no step having ended between, before the engine is down.
 
@@ -91,13 +94,13 @@ class WorkerLink:
             self._bury("does not take its plans")
 
     def watch(self) -> None:
-        """Find out whether the worker died, went silent or hangs. Called about every 100 ms."""
+        """Find out whether the worker died, went silent or hangs. Called every ``WATCH_S``."""
         if self.state is WorkerState.DOWN:
             return
         if self._child.poll() is not None:
             self._bury(self._child.describe_exit())
-        elif time.monotonic() - self._heard > self._silence_limit():
-            self._bury(f"was silent for {time.monotonic() - self._heard:.1f} s")
+        elif (silent_s := self._silence.seconds()) > self._silence_limit():
+            self._bury(f"was silent for {silent_s:.1f} s")
         elif self._busy_s > STEP_LIMIT_S:
             self._bury(f"computes one step for {self._busy_s:.0f} s")
         elif (
@@ -125,7 +128,9 @@ class WorkerLink:
         self._child = worker
         self._generation += 1
         self._identity = worker_identity(self._generation)
-        self._started = self._heard = time.monotonic()
+        self._started = time.monotonic()
+        self._silence = Silence(WATCH_S)
+        self._said_hello = False
         self._busy_s = 0.0
         self.state = WorkerState.STARTING
 
@@ -143,7 +148,8 @@ class WorkerLink:
         except BadFrame:
             self.junk_frames += 1
             return
-        self._heard = time.monotonic()
+        self._said_hello = True
+        self._silence.heard()
         match message:
             case StepResult():
                 self._barren_deaths = 0
@@ -158,10 +164,6 @@ class WorkerLink:
                 self._on_ready(message)
             case WorkerFailed():
                 self._bury(f"failed: {message.message}", stated=True)
-
-    @property
-    def _said_hello(self) -> bool:
-        return self._heard > self._started
 
     def _bury(self, cause: str, stated: bool = False) -> None:
         """The worker is dead or as good as dead: start another, unless that leads nowhere."""

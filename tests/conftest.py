@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from deepinfer.frontend.pull import pull
 
@@ -15,6 +16,16 @@ from deepinfer.frontend.pull import pull
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 )
+
+# The same cases in every run, however slow the machine: whoever changes something is told of what
+# that broke. ``pytest --hypothesis-profile=explore`` looks for cases that nobody has seen yet.
+_ON_ANY_MACHINE = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("fixed", _ON_ANY_MACHINE, derandomize=True)
+settings.register_profile("explore", _ON_ANY_MACHINE)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="module", autouse=True)

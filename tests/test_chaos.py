@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from deepinfer import AsyncEngine, EngineArgs, RequestOutput, SamplingParams
 from deepinfer.frontend.tokenizer import Tokenizer
 from support.chaos import chaos, strays
+from support.patience import PATIENCE_S
 from support.random_requests import RandomRequests
 from support.scripted_engine import ScriptedFolder
 from support.streams import check_stream, end, outputs, text, tokens
@@ -94,14 +96,18 @@ async def survive(
 
 @pytest.fixture
 def nothing_left(monkeypatch):
-    """After the test no process of it runs, and /dev/shm holds what it held."""
+    """After the test no process of it runs, and nothing of it is left in /dev/shm."""
     mark = f"DEEPINFER_TEST_{uuid.uuid4().hex}"
     monkeypatch.setenv(mark, "1")
     before = shared_memory()
     yield
-    _, alive = psutil.wait_procs(strays(mark), timeout=10)
+    _, alive = psutil.wait_procs(strays(mark), timeout=PATIENCE_S)
     assert not alive, alive
-    assert shared_memory() == before
+    # Others on this machine may have theirs there for a while.
+    deadline = time.monotonic() + PATIENCE_S
+    while (left := shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
 
 
 def shared_memory() -> set[str]:
@@ -135,7 +141,8 @@ async def test_two_hundred_streams_of_the_real_model_survive_chaos(
     requests = [(source[n].prompt, source[n].params) for n in range(200)]
     args = EngineArgs(
         model=str(smollm2_folder),
-        heartbeat_timeout_s=2,
+        # Kernels and libraries load in pieces that let nobody speak, slow machines for seconds.
+        heartbeat_timeout_s=5,
         max_model_len=96,
         max_num_seqs=32,
         # A third of what 32 of the longest need: preemptions are part of the company.

@@ -33,6 +33,7 @@ from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import StoryEvent
 from deepinfer.wire.params import SamplingParams
 from support.curve import free_endpoint
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
 from support.word_engine import MAX_WORDS, WordEngine
 
@@ -536,7 +537,7 @@ def test_a_batch_writes_to_and_reads_from_pipes(deepinfer: Cli, tmp_path: Path) 
         thread.start()
     assert deepinfer("batch", source, target)[0] == 0
     for thread in other_ends:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert json.loads(got[0])["text"] == "b a"
     assert target.is_fifo()
 
@@ -651,7 +652,7 @@ def test_trace_takes_keys_and_says_when_they_are_refused(tmp_path: Path) -> None
         assert "does not know the key" in refused.stderr
     finally:
         engine.send_signal(signal.SIGINT)
-        assert engine.wait(60) == 0
+        assert engine.wait(PATIENCE_S) == 0
 
 
 def test_a_timeline_shows_when_what_and_why() -> None:
@@ -693,7 +694,7 @@ def test_an_engine_serves_its_endpoint_until_it_is_told_to_stop(tmp_path: Path) 
         assert re.fullmatch(r"error: .*r2.*\n", unknown.stderr)
     finally:
         engine.send_signal(signal.SIGINT)
-        assert engine.wait(60) == 0
+        assert engine.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.process
@@ -737,7 +738,7 @@ def test_the_engine_command_finishes_what_is_open_or_ends_it_at_the_second_signa
             assert [output.token_id for output in outputs] == folder.reference([5, 6], 30)
         else:
             assert outputs[-1].finish_detail == "shutdown"
-        assert engine.wait(60) == 0
+        assert engine.wait(PATIENCE_S) == 0
     finally:
         engine.kill()
         engine.wait()

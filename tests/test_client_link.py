@@ -34,8 +34,7 @@ from deepinfer.wire.messages import (
 from deepinfer.wire.params import SamplingParams
 from deepinfer.wire.sockets import check_endpoint
 from support.curve import KeyFolder, free_endpoint
-
-LIMIT_S = 20
+from support.patience import PATIENCE_S
 
 
 class Link:
@@ -106,7 +105,7 @@ class Peer:
         self.socket.send(msgspec.msgpack.encode(message))
 
     def receive(self) -> ToClient:
-        assert self.socket.poll(LIMIT_S * 1000), "no answer"
+        assert self.socket.poll(int(PATIENCE_S * 1000)), "no answer"
         message: ToClient = msgspec.msgpack.decode(self.socket.recv(), type=ToClient)
         return message
 
@@ -132,7 +131,7 @@ def peer(link) -> Iterator[Peer]:
 def test_who_does_not_read_is_told_that_its_requests_ended_when_it_reads_again(link, peer) -> None:
     peer.send(Hello())
     peer.send(Call(1, "fill"))
-    assert link.somebody_left.wait(LIMIT_S)
+    assert link.somebody_left.wait(PATIENCE_S)
     assert link.gone == ["slow_reader"]
     assert not link.link.stalled  # nobody waits for it, also not a scheduler that is to end
     while isinstance(message := peer.receive(), Answer):
@@ -150,7 +149,7 @@ def test_who_does_not_read_is_told_that_its_requests_ended_when_it_reads_again(l
 def test_hello_does_not_hide_that_the_earlier_requests_ended(link, peer) -> None:
     peer.send(Hello())
     peer.send(Call(1, "fill"))
-    assert link.somebody_left.wait(LIMIT_S)
+    assert link.somebody_left.wait(PATIENCE_S)
     peer.send(Hello())  # while the news still waits for it to read
     told = False
     while not told:
@@ -201,7 +200,7 @@ def test_one_key_does_not_take_all_the_room(tmp_path, monkeypatch) -> None:
         peers[-1].send(Call(1, "here"))
         assert isinstance(peers[-1].receive(), Answer)
         peers[0].send(Goodbye())
-        assert link.somebody_left.wait(LIMIT_S)
+        assert link.somebody_left.wait(PATIENCE_S)
         peers[2].send(Call(2, "now"))
         assert peers[2].receive() == Answer(2)
     finally:

@@ -28,6 +28,7 @@ from deepinfer.wire.messages import (
 )
 from deepinfer.wire.sockets import connect_dealer
 from support.curve import KeyFolder, RawClient, Wire, free_endpoint
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder, process_of
 from support.streams import token_ids
 
@@ -116,14 +117,14 @@ async def test_what_happens_while_a_client_connects_is_not_missed(
 async def test_a_client_without_a_key_is_told_that_it_needs_one(folder, keys) -> None:
     async with keyed(folder, keys) as engine:
         # ZeroMQ's server hangs up before it says why, or after: either way the cause is named.
-        client = Client(engine.args.endpoint, silence_limit_s=2)
+        client = Client(engine.args.endpoint, silence_limit_s=5)
         with pytest.raises(EngineDownError, match="server_key and secret_key"):
             await client.start()
 
 
 async def test_a_client_with_a_key_is_told_that_the_engine_has_none(folder, keys) -> None:
     async with AsyncEngine(folder.args(endpoint=free_endpoint())) as engine:
-        client = Client(engine.args.endpoint, silence_limit_s=2, **keys.client("one"))
+        client = Client(engine.args.endpoint, silence_limit_s=5, **keys.client("one"))
         with pytest.raises(EngineDownError, match="it has no keys; leave|does it have keys"):
             await client.start()
 
@@ -132,7 +133,7 @@ async def test_another_engines_key_is_named_as_the_likely_cause(folder, keys, tm
     other = KeyFolder(tmp_path / "other")
     mixed = keys.client("one") | {"server_key": other.path / "server.pub"}
     async with keyed(folder, keys) as engine:
-        client = Client(engine.args.endpoint, silence_limit_s=2, **mixed)
+        client = Client(engine.args.endpoint, silence_limit_s=5, **mixed)
         with pytest.raises(EngineDownError, match="is server_key the key of that engine"):
             await client.start()
 
@@ -143,9 +144,9 @@ async def test_a_key_that_comes_or_goes_counts_without_a_restart(folder, keys) -
         Client(engine.args.endpoint, **keys.client("stays")) as other,
     ):
         new = keys.client("new")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while True:  # until the engine has looked at its folder
-                client = Client(engine.args.endpoint, silence_limit_s=2, **new)
+                client = Client(engine.args.endpoint, silence_limit_s=1000, **new)
                 try:
                     await client.start()
                     break
@@ -156,7 +157,7 @@ async def test_a_key_that_comes_or_goes_counts_without_a_restart(folder, keys) -
             await anext(stream)
             going_on = asyncio.create_task(token_ids(other, [5, 6], SHORT))
             keys.remove("new")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while not (await engine.stats())["ended_disconnect"]:
                     await asyncio.sleep(0)
         assert await going_on == folder.reference([5, 6], 20)
@@ -235,12 +236,12 @@ async def test_strangers_get_no_answer_and_do_no_harm(folder, keys, tmp_path) ->
             # the end.
             answer = b""
             with contextlib.suppress(ConnectionResetError):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(PATIENCE_S):
                     while piece := await reader.read(65_536):
                         answer += piece
             assert len(answer) <= 64
             writer.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (await engine.stats())["unknown_keys"] < 5:
                 await asyncio.sleep(0)
         for n in range(20):
@@ -270,6 +271,8 @@ async def test_an_unfit_identity_is_told_so(folder, keys) -> None:
 # ---- one client and another's stream -----------------------------------------------------------
 
 IDENTITY = b"an identity that is no secret"
+SILENT_S = 1000
+"""The limit where a client that sends no heartbeats must be kept."""
 
 
 async def read_to_end(client: RawClient, tokens: list[int]) -> messages.End:
@@ -286,7 +289,7 @@ async def test_nobody_takes_or_ends_another_clients_stream_though_he_knows_its_i
     folder, keys
 ) -> None:
     add = AddRequest(7, "r", pack_int32([3, 4]), LONG)
-    async with keyed(folder, keys) as engine:
+    async with keyed(folder, keys, heartbeat_timeout_s=SILENT_S) as engine:
         victim = RawClient(engine.args.endpoint, keys.raw("victim"), IDENTITY)
         await victim.send(Hello())
         await victim.receive(Welcome)
@@ -313,7 +316,7 @@ async def test_nobody_takes_or_ends_another_clients_stream_though_he_knows_its_i
 
 async def test_who_takes_the_identity_of_one_that_left_gets_nothing_of_it(folder, keys) -> None:
     add = AddRequest(7, "r", pack_int32([3, 4]), LONG)
-    async with keyed(folder, keys) as engine:
+    async with keyed(folder, keys, heartbeat_timeout_s=SILENT_S) as engine:
         victim = RawClient(engine.args.endpoint, keys.raw("victim"), IDENTITY)
         await victim.send(Hello())
         await victim.receive(Welcome)
@@ -324,11 +327,11 @@ async def test_who_takes_the_identity_of_one_that_left_gets_nothing_of_it(folder
             while True:  # nobody is heard under this identity until ZeroMQ sees that it left
                 heir = RawClient(engine.args.endpoint, keys.raw("heir"), IDENTITY)
                 await heir.send(Call(1, "stats"))
-                if await heir.socket.poll(500):
+                if await heir.socket.poll(2000):
                     break
                 heir.close()
             assert isinstance(await heir.receive(Answer, OutputBatch), Answer)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while not (await engine.stats())["ended_disconnect"]:
                     await asyncio.sleep(0)
             await heir.send(msgspec.structs.replace(add, prompt=pack_int32([5, 6])))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import struct
@@ -14,13 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from deepinfer import AsyncEngine, Client, SamplingParams
 from deepinfer.frontend.gateway.app import Gateway
 from deepinfer.frontend.gateway.tenants import Tenants, digest_of
 from support.browser import Page, browser, needs_browser
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
 from support.served import in_process, served
 from support.streams import outputs
@@ -75,10 +74,10 @@ def card(column: str, name: str) -> str:
 async def test_requests_move_through_the_columns_to_their_reasons(
     tmp_path: Path, page: Page
 ) -> None:
-    folder = ScriptedFolder(tmp_path / "m", step_ms=20)
+    folder = ScriptedFolder(tmp_path / "m", step_ms=20, max_model_len=2048)
     endpoint = f"ipc://{tmp_path}/engine"
     flags = ["--endpoint", endpoint, "--max-num-seqs", "3", "--max-num-batched-tokens", "16"]
-    flags += ["--num-kv-blocks", "120", "--heartbeat-timeout-s", "60"]
+    flags += ["--num-kv-blocks", "120"]
     with served(folder, *flags) as server:
         await asyncio.to_thread(_empty_page, page, server.url)
         async with Client(endpoint) as client:
@@ -88,10 +87,13 @@ async def test_requests_move_through_the_columns_to_their_reasons(
                 ids, name = [5 + prompt % 7] * prompt, f"{user}/{name}"
                 return asyncio.ensure_future(outputs(client, ids, params, name, user))
 
-            with folder.held(after=12):
-                streams = [ask("acme", "runs", 5, 300), ask("globex", "long-prompt", 500, 500)]
+            with folder.held() as hold:
+                streams = [ask("acme", "runs", 5, 300), ask("globex", "long-prompt", 500, 1200)]
                 streams += [ask("acme", "short", 4, 30), ask("globex", "queued", 8, 12)]
                 streams += [ask("<b>b</b>", HOSTILE, 8, 12)]
+                while (await client.stats())["live"] < len(streams):
+                    pass
+                hold.let_pass(12)
                 await asyncio.to_thread(_held_page, page)
             await asyncio.to_thread(_moving_page, page)
             assert await client.abort("globex/long-prompt")
@@ -221,17 +223,12 @@ async def test_a_page_says_what_is_wrong_with_its_engine(tmp_path: Path, page: P
         def healthy() -> bool:
             return page.find("#health").text == "healthy" and not page.find("#banner").text
 
-        def kill(module: str) -> None:
-            children = psutil.Process(server.process.pid).children(recursive=True)
-            (victim,) = [child for child in children if module in child.cmdline()]
-            os.kill(victim.pid, signal.SIGKILL)
-
         def lose_both() -> None:
             page.open(server.url + "/dashboard")
             page.until(lambda: healthy() and gauge("Output", "em") == "7 in all")
-            kill("support.scripted_worker")
+            server.child("support.scripted_worker").kill()
             page.until(lambda: healthy() and gauge("Worker restarts", "b") == "1")
-            kill("deepinfer.scheduler")  # another one knows of nothing
+            server.child("deepinfer.scheduler").kill()  # another one knows of nothing
             page.until(lambda: healthy() and gauge("Output", "em") == "0 in all")
             assert gauge("Output", "b") == "0.0tok/s", (
                 "no rate from one engine's total to another's"
@@ -269,7 +266,10 @@ async def keyed_gateway(tmp_path: Path) -> AsyncIterator[str]:
 
 async def test_only_an_operator_sees_the_requests_of_all(tmp_path: Path) -> None:
     """SEC-01, of the engine's view and of any request's story."""
-    async with keyed_gateway(tmp_path) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        keyed_gateway(tmp_path) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+    ):
         story = "/v1/engine/requests/acme%2Fa%20b%2Fc/story"
         for path in ("/v1/engine/view", story):
             for key, status in ((None, 401), ("wrong", 401), ("plain", 403), ("secret", 200)):

@@ -11,9 +11,19 @@ import pytest
 import zmq
 
 from deepinfer import AsyncEngine, Client, SamplingParams
+from deepinfer.wire.columns import pack_int32
 from deepinfer.wire.curve import ClientKeys
-from deepinfer.wire.messages import Answer, Call, Forgotten, Hello, ToClient
+from deepinfer.wire.messages import (
+    AddRequest,
+    Answer,
+    Call,
+    Forgotten,
+    Hello,
+    OutputBatch,
+    ToClient,
+)
 from support.curve import KeyFolder, free_endpoint
+from support.patience import PATIENCE_S
 from support.random_frames import random_frames
 from support.scripted_engine import ScriptedFolder, process_of
 from support.streams import token_ids
@@ -21,11 +31,13 @@ from support.streams import token_ids
 pytestmark = pytest.mark.process
 
 LAST_CALL = 1 << 40
+LAST_KEY = (1 << 32) - 1
 
 
 def send_frames(endpoint: str, keys: ClientKeys | None, count: int) -> set[str]:
     """Send them all and wait until the engine has taken the last; return what it answered."""
     answers: set[str] = set()
+    answered = served = False
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.SNDHWM, 0)
@@ -37,11 +49,13 @@ def send_frames(endpoint: str, keys: ClientKeys | None, count: int) -> set[str]:
         dealer.connect(endpoint)
         for frames in random_frames(1, count):
             dealer.send_multipart(frames)
-        last = [msgspec.msgpack.encode(m) for m in (Hello(), Call(LAST_CALL, "health"))]
+        add = AddRequest(LAST_KEY, "last", pack_int32([5]), SamplingParams(seed=0, max_tokens=1))
+        calls = (Hello(), add, Call(LAST_CALL, "health"))
+        last = [msgspec.msgpack.encode(message) for message in calls]
         for frame in last:
             dealer.send(frame)
         while True:
-            assert dealer.poll(60_000), "the engine says nothing any more"
+            assert dealer.poll(int(PATIENCE_S * 1000)), "the engine says nothing any more"
             message = msgspec.msgpack.decode(dealer.recv(), type=ToClient)
             answers.add(type(message).__name__)
             if isinstance(message, Forgotten):  # it was Goodbye, or too much to read
@@ -49,6 +63,10 @@ def send_frames(endpoint: str, keys: ClientKeys | None, count: int) -> set[str]:
                     dealer.send(frame)
             if isinstance(message, Answer) and message.call_id == LAST_CALL:
                 assert message.numbers["ok"]
+                answered = True
+            if isinstance(message, OutputBatch):
+                served |= LAST_KEY in (end.key for end in message.ends)
+            if answered and served:
                 return answers
 
 
@@ -76,7 +94,7 @@ async def test_random_frames_hurt_nobody(tmp_path: Path, secured: bool, count: i
                 assert await token_ids(client, prompt, params) == folder.reference(prompt, 50)
             streams += 1
         assert {"Welcome", "Refused", "OutputBatch", "Answer"} <= await flood
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (await engine.stats())["clients"] > 2:  # until the hostile one is let go
                 await asyncio.sleep(0)
         stats = await engine.stats()

@@ -67,13 +67,14 @@ async def test_each_of_n_samples_ends_once_and_equals_its_seed_alone(engine) -> 
     assert samples[0] != samples[1]
 
 
-async def test_an_abort_ends_the_stream_with_its_reason(engine) -> None:
+async def test_an_abort_ends_the_stream_with_its_reason(engine, folder) -> None:
     params = SamplingParams(max_tokens=900, ignore_eos=True)
     outs = []
-    async for out in engine.generate([1, 2], params, request_id="to-abort"):
-        outs.append(out)
-        if len(outs) == 3:
-            assert await engine.abort("to-abort")
+    with folder.held(after=3):
+        async for out in engine.generate([1, 2], params, request_id="to-abort"):
+            outs.append(out)
+            if len(outs) == 3:
+                assert await engine.abort("to-abort")
     assert outs[-1].finished
     assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "client_abort")
     assert sum(out.finished for out in outs) == 1

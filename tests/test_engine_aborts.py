@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from deepinfer import AsyncEngine, SamplingParams
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder, engine_processes
 from support.streams import end, outputs, text, token_ids, tokens
 
@@ -36,7 +37,7 @@ async def engine(folder: ScriptedFolder) -> AsyncIterator[AsyncEngine]:
 
 async def assert_quiet(engine: AsyncEngine) -> None:
     """Nothing runs, waits or holds a block, soon."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             stats = await engine.stats()
             busy = stats["live"] + stats["waiting"] + stats["running"] + stats["in_flight"]
@@ -101,7 +102,7 @@ async def test_three_hundred_consumers_that_walk_away_leave_nothing(engine, fold
     assert await token_ids(engine, [9, 9], SHORT) == folder.reference([9, 9], 8)
 
 
-async def test_a_cancel_at_any_moment_of_the_hand_over_leaves_nothing(engine) -> None:
+async def test_a_cancel_at_any_moment_of_the_hand_over_leaves_nothing(engine, folder) -> None:
     """ABT-04."""
     prompt = "the quick brown fox " * 500
     process = psutil.Process()
@@ -109,12 +110,13 @@ async def test_a_cancel_at_any_moment_of_the_hand_over_leaves_nothing(engine) ->
         if round_ == 100:
             gc.collect()
             before = process.memory_info().rss
-        task = asyncio.create_task(outputs(engine, prompt, ENDLESS, request_id="same"))
-        for _ in range(round_ % 51):
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with folder.held():
+            task = asyncio.create_task(outputs(engine, prompt, ENDLESS, request_id="same"))
+            for _ in range(round_ % 51):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
     gc.collect()
     assert process.memory_info().rss - before < 20 << 20
     await assert_quiet(engine)

@@ -52,8 +52,15 @@ def comparable(outs: list[RequestOutput]) -> list[tuple]:
     ] + [outs[0].prompt_logprobs]
 
 
-async def run_all(engine: AsyncEngine, requests: list) -> list[list[RequestOutput]]:
-    return await asyncio.gather(*(outputs(engine, *request) for request in requests))
+async def run_all(
+    folder: ScriptedFolder, engine: AsyncEngine, requests: list
+) -> list[list[RequestOutput]]:
+    """Run requests of which none has begun before all are there."""
+    with folder.held():
+        tasks = [asyncio.create_task(outputs(engine, *request)) for request in requests]
+        while (await engine.stats())["live"] < len(requests):
+            await asyncio.sleep(0)
+    return await asyncio.gather(*tasks)
 
 
 SETTINGS = list(product([False, True], [8, 256], [False, True], [True, False]))
@@ -82,7 +89,7 @@ async def test_every_setting_gives_each_request_what_it_gets_alone(folder) -> No
             stop_preempted_request=False,
         )
         async with AsyncEngine(args) as engine:
-            results = [comparable(outs) for outs in await run_all(engine, requests)]
+            results = [comparable(outs) for outs in await run_all(folder, engine, requests)]
             stats = await engine.stats()
             assert (stats["preemptions"] > 0) == (not roomy)
         for request, expected, got in zip(requests, alone, results, strict=True):
@@ -95,7 +102,7 @@ async def test_the_stop_policy_ends_a_preempted_request_with_a_true_prefix(folde
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     prompts = [[i + 1, 2, 3, 4] for i in range(8)]
     async with AsyncEngine(args) as engine:
-        results = await run_all(engine, [(prompt, params) for prompt in prompts])
+        results = await run_all(folder, engine, [(prompt, params) for prompt in prompts])
     preempted = 0
     for prompt, outs in zip(prompts, results, strict=True):
         got = tokens(outs)
@@ -118,7 +125,7 @@ async def test_penalties_and_bad_words_see_every_token_also_across_a_recompute(f
     async with AsyncEngine(args) as engine:
         filler = [([i, i], plain) for i in range(10, 14)]
         results = await run_all(
-            engine, [(prompt, plain), (prompt, strong), (prompt, banned), *filler]
+            folder, engine, [(prompt, plain), (prompt, strong), (prompt, banned), *filler]
         )
         assert (await engine.stats())["preemptions"] > 0
         a, b, c = (tokens(outs) for outs in results[:3])
@@ -213,10 +220,12 @@ def test_llm_keeps_input_order_and_a_bad_item_leaves_nothing_behind(folder) -> N
 def test_step_returns_every_output_once(folder) -> None:
     with LLMEngine(folder.args()) as engine:
         params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-        for i in range(20):
-            engine.add_request(f"r{i}", [i + 1, 3], params)
-        engine.add_request("gone", [1], SamplingParams(max_tokens=1000, ignore_eos=True))
-        assert engine.abort_request("gone")
+        with folder.held():
+            for i in range(20):
+                engine.add_request(f"r{i}", [i + 1, 3], params)
+            engine.add_request("gone", [1], SamplingParams(max_tokens=1000, ignore_eos=True))
+            assert engine.abort_request("gone")
+            engine.stats()  # answered when the abort has been read
         streams: dict[str, list[RequestOutput]] = {}
         while engine.has_unfinished_requests():
             for out in engine.step():

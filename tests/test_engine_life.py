@@ -17,6 +17,7 @@ import pytest
 
 from deepinfer import LLM, AsyncEngine, Client, LLMEngine, SamplingParams
 from deepinfer.frontend.errors import EngineBusyError, EngineDownError
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder, engine_processes, process_of
 from support.streams import token_ids, tokens
 
@@ -105,14 +106,14 @@ def test_an_engine_whose_loop_is_closed_can_still_be_stopped(folder) -> None:
     with pytest.raises(RuntimeError, match="another event loop"):
         asyncio.run(token_ids(engine, [1, 2], SHORT))
     asyncio.run(engine.stop())
-    _, alive = psutil.wait_procs(processes, 10)
+    _, alive = psutil.wait_procs(processes, PATIENCE_S)
     assert not alive
     with pytest.raises(EngineDownError, match="stop"):
         asyncio.run(token_ids(engine, [1, 2], SHORT))
 
 
 def test_a_closed_llm_engine_has_nothing_open_and_says_that_it_is_closed(folder) -> None:
-    with LLMEngine(folder.args()) as engine:
+    with LLMEngine(folder.args()) as engine, folder.held(after=1):
         prepared = engine.prepare([1, 2], ENDLESS)
         engine.add_prepared("r", prepared)
         engine.step()

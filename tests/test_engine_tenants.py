@@ -30,20 +30,23 @@ async def test_another_tenant_gets_in_although_a_flood_holds_every_slot(
     endpoint = f"ipc://{tmp_path}/engine"
     args = folder.args(policy="fair", max_num_seqs=2, endpoint=endpoint)
     async with AsyncEngine(args) as engine, Client(endpoint) as client:
-        flood = [
-            asyncio.create_task(token_ids(engine, [5, 6 + i], greedy(2000), user_id="a"))
-            for i in range(3)
-        ]
-        while (await engine.stats())["output_tokens"] < 20:
-            pass
-        assert (await engine.tenants())["a"]["running"] == 2
-        prompt = [7, 8, 9]
-        assert await token_ids(client, prompt, greedy(5), user_id="b") == folder.reference(
-            prompt, 5
-        )
-        told = await client.tenants()
-        assert told["b"]["served_tokens"] == 8 and told["b"]["running"] == 0
-        assert told["a"]["running"] == 2 and told["a"]["waiting"] == 1
+        with folder.held(after=20) as hold:
+            flood = [
+                asyncio.create_task(token_ids(engine, [5, 6 + i], greedy(2000), user_id="a"))
+                for i in range(3)
+            ]
+            while (await engine.stats())["output_tokens"] < 20:
+                pass
+            assert (await engine.tenants())["a"]["running"] == 2
+            prompt = [7, 8, 9]
+            asked = asyncio.create_task(token_ids(client, prompt, greedy(5), user_id="b"))
+            while not asked.done():
+                hold.let_pass(1)
+                await engine.stats()
+            assert await asked == folder.reference(prompt, 5)
+            told = await client.tenants()
+            assert told["b"]["served_tokens"] == 8 and told["b"]["running"] == 0
+            assert told["a"]["running"] == 2 and told["a"]["waiting"] == 1
         for i, task in enumerate(flood):
             assert await task == folder.reference([5, 6 + i], 2000)
         assert (await engine.stats())["preemptions"] >= 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer import AsyncEngine, EngineArgs
+from support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.slow]
@@ -18,7 +19,11 @@ pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.slow]
 
 def run(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=5 * PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

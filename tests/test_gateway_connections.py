@@ -14,8 +14,9 @@ import pytest
 
 from deepinfer import AsyncEngine
 from deepinfer.frontend.gateway import http_protocol
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
-from support.served import PATIENCE_S, Served, eventually, in_process, post, served
+from support.served import Served, eventually, in_process, post, served
 
 pytestmark = pytest.mark.process
 
@@ -182,8 +183,8 @@ async def answer_of(reader: asyncio.StreamReader) -> bytes:
 
 async def test_a_slow_request_is_turned_away(tmp_path, monkeypatch) -> None:
     """A head or a body that drips, and a connection that says nothing, end with 408."""
-    monkeypatch.setattr(http_protocol, "HEAD_S", 0.3)
-    monkeypatch.setattr(http_protocol, "BODY_S", 0.3)
+    monkeypatch.setattr(http_protocol, "HEAD_S", 1.0)
+    monkeypatch.setattr(http_protocol, "BODY_S", 1.0)
     begun = raw_request({"prompt": "hello"})
     async with AsyncEngine(ScriptedFolder(tmp_path).args()) as engine, in_process(engine) as url:
         for start in (b"", begun[:20], begun[:-1]):
@@ -229,7 +230,8 @@ async def test_a_reader_that_stops_loses_its_stream_and_nobody_else_waits(
 
 async def test_a_slow_reader_gets_everything(tmp_path, monkeypatch) -> None:
     """Who reads a little at a time is not taken for one who does not read."""
-    monkeypatch.setattr(http_protocol, "UNREAD_S", 0.3)
+    # Long beside the moments in which this process has no core, short beside the whole answer.
+    monkeypatch.setattr(http_protocol, "UNREAD_S", 2.0)
     folder = ScriptedFolder(tmp_path, max_model_len=4096)
     async with AsyncEngine(folder.args()) as engine, in_process(engine) as url:
         reader, writer = await opened(url)
@@ -240,7 +242,7 @@ async def test_a_slow_reader_gets_everything(tmp_path, monkeypatch) -> None:
         answer = b""
         while part := await reader.read(16_384):
             answer += part
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
         assert b"data: [DONE]" in answer
         assert answer.count(b'"text":') == 3001
 

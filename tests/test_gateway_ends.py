@@ -17,8 +17,9 @@ import pytest
 
 from deepinfer import AsyncEngine
 from deepinfer.frontend.gateway import calls
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
-from support.served import MODEL, PATIENCE_S, Served, events, eventually, in_process, served
+from support.served import MODEL, Served, events, eventually, in_process, served
 
 pytestmark = pytest.mark.process
 
@@ -111,17 +112,18 @@ async def test_three_hundred_clients_hang_up_in_every_way(folder) -> None:
 async def test_the_story_says_who_left(folder) -> None:
     """ABT-03 as an operator sees it."""
     with served(folder) as server:
-        with folder.held(after=1), open_stream(server, ask([5], 900)) as parts:
-            request_id = json.loads(next(parts).split("\n")[0].removeprefix("data: "))["id"]
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as http:
-            last: dict[str, Any] = {}
+        last: dict[str, Any] = {}
+        with folder.held(after=1):
+            with open_stream(server, ask([5], 900)) as parts:
+                request_id = json.loads(next(parts).split("\n")[0].removeprefix("data: "))["id"]
+            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as http:
 
-            async def ended() -> bool:
-                story = (await http.get(f"/v1/requests/{request_id}/story")).json()
-                last.update(story["events"][-1])
-                return last["event"] == "ended"
+                async def ended() -> bool:
+                    story = (await http.get(f"/v1/requests/{request_id}/story")).json()
+                    last.update(story["events"][-1])
+                    return last["event"] == "ended"
 
-            await eventually(ended)
+                await eventually(ended)
         assert last["detail"]["reason"] == "abort", last
 
 
@@ -233,7 +235,7 @@ def test_a_full_queue_is_a_rate_limit_error(folder) -> None:
 async def test_streams_go_on_when_a_process_dies_or_hangs(tmp_path, module, number) -> None:
     """PROC-01: /health says so meanwhile, and every stream ends with the tokens it should."""
     folder = ScriptedFolder(tmp_path / "model", step_ms=15)
-    with served(folder) as server:
+    with served(folder, "--heartbeat-timeout-s", "3") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as http:
 
             async def stream(prompt: list[int]) -> str:
@@ -264,14 +266,18 @@ async def test_an_engine_that_cannot_come_back_ends_the_server_with_a_word(tmp_p
     folder = ScriptedFolder(tmp_path / "model")
     with served(folder) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as http:
-            with folder.held(after=1):
+            with folder.held() as hold:
                 stream = asyncio.ensure_future(http.post(TEXT, json=ask([5], 900, stream=True)))
                 whole = asyncio.ensure_future(http.post(TEXT, json=ask([6], 900)))
 
-                async def begun() -> bool:
-                    return (await http.get("/health")).json()["steps"] > 0
+                async def live(least_tokens: int) -> bool:
+                    requests = (await http.get("/v1/engine/view")).json()["requests"]
+                    tokens = [request["output_tokens"] for request in requests]
+                    return len(tokens) == 2 and min(tokens) >= least_tokens
 
-                await eventually(begun)
+                await eventually(lambda: live(0))
+                hold.let_pass(5)
+                await eventually(lambda: live(1))
                 script = {**folder.script, "fail_load": "the disk is gone"}
                 (folder.path / "scripted.json").write_text(json.dumps(script))
                 server.child("support.scripted_worker").kill()

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
-from support.served import PATIENCE_S, Served, events, post, served
+from support.served import Served, events, post, served
 
 pytestmark = pytest.mark.process
 

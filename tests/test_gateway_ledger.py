@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -15,12 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from deepinfer import AsyncEngine
 from deepinfer.frontend.gateway import ledger as ledger_module
+from deepinfer.frontend.gateway.app import Gateway
 from deepinfer.frontend.gateway.ledger import MAX_PENDING, Ledger, Usage
+from deepinfer.frontend.gateway.tenants import Tenants
+from support.patience import PATIENCE_S
+from support.scripted_engine import ScriptedFolder
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, 250_000, tzinfo=UTC)
 
@@ -131,6 +138,34 @@ def test_nothing_that_was_acknowledged_is_lost_when_the_process_is_killed(tmp_pa
     assert [name for name in written if name in known] == acknowledged
     # At most one entry of each run was written and not acknowledged any more.
     assert len(written) - len(acknowledged) <= 4
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_has_the_whole_answer_finds_it_in_the_ledger(
+    tmp_path: Path, stream: bool
+) -> None:
+    """However soon after the answer the process is killed."""
+    path = tmp_path / "usage.jsonl"
+    body = json.dumps({"prompt": [5], "max_tokens": 3, "stream": stream}).encode()
+    request = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    incoming: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+    incoming.put_nowait({"type": "http.request", "body": body})
+    entries: list[int] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent = message.get("body", b"")
+        if (b"[DONE]" if stream else b'"usage"') in sent:
+            entries.append(len(ids(path)))
+
+    async with AsyncEngine(ScriptedFolder(tmp_path / "model").args()) as engine:
+        gateway = Gateway(engine, ["m"], Tenants.anonymous(), ledger=Ledger(path))
+        await gateway.app(request, incoming.get, send)
+        await gateway.accounts.finish()
+    assert entries == [1]
 
 
 def test_a_line_cut_short_by_a_loss_of_power_stays_alone(tmp_path: Path) -> None:
@@ -296,7 +331,7 @@ def test_entries_are_synced_in_the_background(
     ledger.write(usage("b"))
     size = path.stat().st_size
     ledger.write(usage("c"))
-    assert synced.wait(60)
+    assert synced.wait(PATIENCE_S)
     assert threading.main_thread() not in threads
     ledger.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "ledger"]

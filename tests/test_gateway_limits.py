@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.frontend.gateway.limits import Bucket, Slots
+from support.patience import PATIENCE_S
 
 RATES = st.floats(0.01, 1e6)
 EVENTS = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1e4)), max_size=30)
@@ -175,7 +176,7 @@ async def test_a_slot_given_in_the_turn_of_a_cancellation_goes_on_to_the_next() 
     await settle()
     slots.leave()  # given to the second …
     second.cancel()  # … who does not take it any more
-    await asyncio.wait_for(third, 5)
+    await asyncio.wait_for(third, PATIENCE_S)
     assert second.cancelled()
     assert (slots.inside, slots.waiting) == (1, 0)
 

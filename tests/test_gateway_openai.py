@@ -9,8 +9,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
-from support.served import MODEL, PATIENCE_S, Served, served
+from support.served import MODEL, Served, served
 
 pytestmark = pytest.mark.process
 

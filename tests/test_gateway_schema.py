@@ -13,8 +13,9 @@ from schemathesis import GenerationMode, checks
 from schemathesis.specs.openapi import checks as _  # noqa: F401 (registers them)
 
 from deepinfer.frontend.gateway.openai_requests import ChatRequest, CompletionRequest
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
-from support.served import MODEL, PATIENCE_S, Served, served
+from support.served import MODEL, Served, served
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -29,7 +30,7 @@ def server(tmp_path_factory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def document(server: Served) -> dict[str, Any]:
-    return httpx.get(server.url + "/openapi.json").json()
+    return httpx.get(server.url + "/openapi.json", timeout=PATIENCE_S).json()
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +112,10 @@ def test_the_document_has_every_path(document, server) -> None:
     described = [(method.upper(), path) for path, found in document["paths"].items()
                  for method in found]  # fmt: skip
     assert described == OPERATIONS
-    for method, path in OPERATIONS:
-        url = server.url + path.replace("{model}", MODEL).replace("{request_id}", "none")
-        assert httpx.request(method, url).status_code in (200, 404, 415), path
-        if "{" not in path:
-            other = "POST" if method == "GET" else "GET"
-            assert httpx.request(other, url).status_code == 405
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+        for method, path in OPERATIONS:
+            url = path.replace("{model}", MODEL).replace("{request_id}", "none")
+            assert http.request(method, url).status_code in (200, 404, 415), path
+            if "{" not in path:
+                other = "POST" if method == "GET" else "GET"
+                assert http.request(other, url).status_code == 405

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from deepinfer.frontend.gateway.tenants import new_key
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
-from support.served import MODEL, PATIENCE_S, Served, events, served
+from support.served import MODEL, Served, events, post, served
 
 pytestmark = pytest.mark.process
 
@@ -79,7 +81,7 @@ def server(tmp_path_factory) -> Iterator[Served]:
 
 
 def test_only_who_has_a_key_is_served(server) -> None:
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         for path in ("/v1/models", "/metrics", "/v1/requests/x/story"):
             assert http.get(path).status_code == 401
         assert http.get("/health").status_code == 200
@@ -112,17 +114,17 @@ def test_one_id_of_two_tenants_is_two_requests(server) -> None:
     """ID-01."""
     headers = {"x-request-id": "same"}
     one = {"prompt": "the quick", "max_tokens": 2, "temperature": 0, "stream": True}
-    with as_tenant(server, "bob") as bob, ThreadPoolExecutor() as pool:
-        with (
-            server.folder.held(after=1),
-            bob.stream("POST", "/v1/completions", json=one, headers=headers) as first,
-        ):
-            lines = first.iter_lines()  # dropped, it would close the stream
+    with as_tenant(server, "bob") as bob, ThreadPoolExecutor() as pool, ExitStack() as hold:
+        hold.enter_context(server.folder.held(after=1))
+        with bob.stream("POST", "/v1/completions", json=one, headers=headers) as first:
+            lines = first.iter_lines()
             assert next(lines).startswith("data: ")
             # Its own second request under that id is refused, another tenant's is not.
             again = complete(server, "bob", max_tokens=2, headers=headers)
             assert again.status_code == 400 and "in use" in again.json()["error"]["message"]
             other = pool.submit(complete, server, "root", max_tokens=2, headers=headers)
+            hold.close()
+            assert "data: [DONE]" in lines
         assert other.result().status_code == 200
 
 
@@ -211,9 +213,7 @@ def test_the_ledger_outlives_a_killed_server(tmp_path) -> None:
     ledger = tmp_path / "usage.jsonl"
     with served(folder, "--usage-ledger", str(ledger)) as server:
         body = {"prompt": "a", "max_tokens": 2, "temperature": 0}
-        ids = [
-            httpx.post(f"{server.url}/v1/completions", json=body).json()["id"] for _ in range(20)
-        ]
+        ids = [post(server, "/v1/completions", **body).json()["id"] for _ in range(20)]
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
     assert [line["request_id"] for line in usage_lines(ledger)] == ids
@@ -231,7 +231,8 @@ def test_keys_are_read_again_when_the_file_changes(tmp_path) -> None:
         while complete(server, "alice", max_tokens=1).status_code != 401:
             pass
         headers = {"authorization": f"Bearer {key}"}
-        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+        models = httpx.get(f"{server.url}/v1/models", headers=headers, timeout=PATIENCE_S)
+        assert models.status_code == 200
 
 
 class _Collector(BaseHTTPRequestHandler):
@@ -269,6 +270,7 @@ def test_spans_reach_a_collector(tmp_path, monkeypatch) -> None:
                 f"{server.url}/v1/chat/completions",
                 json={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
                 headers={"traceparent": f"00-{trace_id}-{parent_id}-01"},
+                timeout=PATIENCE_S,
             ).json()
     finally:
         collector.shutdown()

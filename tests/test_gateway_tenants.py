@@ -17,6 +17,7 @@ from deepinfer.frontend.gateway.errors import ApiError
 from deepinfer.frontend.gateway.tenant_file import MAX_PRIORITY, TenantLimits
 from deepinfer.frontend.gateway.tenants import LIMITS, Tenant, Tenants, digest_of, new_key
 from deepinfer.scheduler import intake
+from support.patience import PATIENCE_S
 
 KEYS = {name: f"di-{name}" for name in ("acme", "beta", "gamma")}
 DIGESTS = {name: digest_of(key) for name, key in KEYS.items()}
@@ -407,7 +408,7 @@ async def test_a_changed_file_is_in_force_and_nothing_that_is_open_is_forgotten(
     assert not tenants.reload_if_changed()
     put(path, table("acme", "max_concurrent = 3\ntokens_per_min = 120\nweight = 2") + table("beta"))
     assert tenants.reload_if_changed()
-    await asyncio.wait_for(in_line, 5)
+    await asyncio.wait_for(in_line, PATIENCE_S)
     assert tenants.identify(bearer("acme")) is acme and acme.open == 3
     assert tenants.identify(bearer("beta")).name == "beta"
     assert acme.weight == 2.0
@@ -431,7 +432,7 @@ async def test_a_removed_tenant_is_refused_and_what_it_had_open_goes_on(tmp_path
     assert [each.name for each in tenants] == ["acme", "beta"]
     acme.spend(10)
     acme.leave(running)
-    last = await asyncio.wait_for(in_line, 5)
+    last = await asyncio.wait_for(in_line, PATIENCE_S)
     # Whoever is put back finds its own requests counted.
     put(path, table("acme", fields) + table("beta"))
     assert tenants.reload_if_changed()

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from support.patience import PATIENCE_S
+
 pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.slow]
 
 HERE = Path(__file__).parent
@@ -49,7 +51,7 @@ def run(*command: str, cwd: Path | None = None, **environment: str) -> str:
         command,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=5 * PATIENCE_S,
         check=False,
         cwd=cwd,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", **environment},

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
@@ -285,7 +285,7 @@ def convert_bytes(data: bytes, folder: Path) -> str:
     return ""
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_truncated_file_is_refused(
     small_file: tuple[bytes, int], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -295,7 +295,7 @@ def test_a_truncated_file_is_refused(
     assert convert_bytes(whole[:size], tmp_path_factory.mktemp("cut"))
 
 
-@settings(max_examples=150, deadline=5000)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_corrupted_header_is_refused_or_harmless(
     small_file: tuple[bytes, int], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -419,7 +419,7 @@ def sentencepiece_metadata() -> dict:
     }
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(text=st.text("the world 123é👋\n"))
 def test_sentencepiece_text_survives_with_byte_fallback(
     text: str, sentencepiece_folder: Path

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import random
 import signal
-import socket
 import stat
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import msgspec
@@ -25,6 +24,8 @@ from deepinfer.frontend.errors import EngineBusyError, EngineDownError
 from deepinfer.gpu_worker.kernels.settings import cache_folder
 from deepinfer.wire import messages, steps
 from deepinfer.wire.columns import pack_int32
+from support.curve import free_endpoint
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder, engine_processes, process_of
 from support.streams import check_stream, outputs
 
@@ -44,7 +45,7 @@ async def ids(engine: AsyncEngine | Client, prompt, params, **kwargs) -> list[in
 
 
 async def wait_gone(processes: list[psutil.Process]) -> None:
-    gone, alive = await asyncio.to_thread(psutil.wait_procs, processes, 10)
+    gone, alive = await asyncio.to_thread(psutil.wait_procs, processes, PATIENCE_S)
     assert not alive, alive
     assert len(gone) == len(processes)
 
@@ -101,7 +102,7 @@ async def test_workers_that_die_without_end_bring_an_error_not_a_hang(folder) ->
             # From now on no worker gets ready.
             folder.path.joinpath("scripted.json").write_text("not json")
             process_of("support.scripted_worker").kill()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             outs = [out async for out in stream]
         assert (outs[-1].finished, outs[-1].finish_detail) == (True, "worker_failed")
         assert not (await engine.health())["ok"]
@@ -135,7 +136,7 @@ async def test_an_abort_while_nobody_is_there_still_ends_the_request(folder) -> 
             stream = engine.generate([3, 4], LONG, request_id="r")
             await anext(stream)
             process_of("deepinfer.scheduler").kill()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 await engine.abort("r")
                 outs = [out async for out in stream]
         assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "client_abort")
@@ -160,6 +161,61 @@ async def test_an_app_that_blocks_its_loop_does_not_take_the_engine_for_dead(fol
         got += [out.token_id async for out in stream]
         assert got == folder.reference([3, 4, 5], 20)
         assert process_of("deepinfer.scheduler").pid == scheduler.pid
+
+
+STOPPED_APP = """
+import asyncio, psutil, sys
+from deepinfer import AsyncEngine, EngineArgs, LLMEngine, SamplingParams
+kind, model = sys.argv[1:]
+args = EngineArgs(model=model, worker_module="support.scripted_worker", heartbeat_timeout_s=2)
+params = SamplingParams(temperature=0, max_tokens=20)
+def end():
+    print(*(process.pid for process in psutil.Process().children(recursive=True)))
+async def main():
+    async with AsyncEngine(args) as engine:
+        async for out in engine.generate([3, 4, 5], params):
+            print(out.token_id, flush=True)
+        end()
+if kind == "AsyncEngine":
+    asyncio.run(main())
+else:
+    with LLMEngine(args) as engine:
+        engine.add_request("r", [3, 4, 5], params)
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                print(out.token_id, flush=True)
+        end()
+"""
+
+
+@pytest.mark.parametrize("kind", ["AsyncEngine", "LLMEngine"])
+async def test_an_app_and_its_engine_may_be_stopped_together_and_go_on(folder, kind) -> None:
+    """Ctrl-Z and then fg: all of them were silent, and none is taken for dead."""
+    app = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_APP, kind, str(folder.path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert app.stdout is not None
+    try:
+        with folder.held(after=5):
+            lines = [await asyncio.to_thread(app.stdout.readline) for _ in range(5)]
+            processes = psutil.Process(app.pid).children(recursive=True)
+            os.killpg(app.pid, signal.SIGSTOP)
+            await asyncio.sleep(5)  # longer than their limit of silence
+            for process in (psutil.Process(app.pid), *processes):
+                process.send_signal(signal.SIGCONT)
+                await asyncio.sleep(0.3)  # each of them looks at the next, which is stopped still
+        *rest, pids = (await asyncio.to_thread(app.stdout.read)).splitlines()
+        assert app.wait() == 0
+    finally:
+        app.kill()
+        app.wait()
+        app.stdout.close()
+    assert [int(line) for line in lines + rest] == folder.reference([3, 4, 5], 20)
+    assert [int(pid) for pid in pids.split()] == [process.pid for process in processes]
+    await wait_gone(processes)
 
 
 async def test_a_model_that_cannot_be_loaded_says_why_at_the_start(tmp_path) -> None:
@@ -222,20 +278,22 @@ async def test_an_engine_ends_when_its_app_is_killed(folder, stopped) -> None:
         [sys.executable, "-c", APP, str(folder.path)], stdout=subprocess.PIPE, text=True
     )
     assert app.stdout is not None
-    await asyncio.to_thread(app.stdout.readline)
-    processes = psutil.Process(app.pid).children(recursive=True)
-    assert len(processes) == 2
-    for process in processes if stopped else ():
-        process.send_signal(signal.SIGSTOP)
-    app.kill()
-    app.wait()
+    with folder.held(after=1):
+        await asyncio.to_thread(app.stdout.readline)
+        processes = psutil.Process(app.pid).children(recursive=True)
+        assert len(processes) == 2
+        for process in processes if stopped else ():
+            process.send_signal(signal.SIGSTOP)
+        app.kill()
+        app.wait()
     app.stdout.close()
     await wait_gone(processes)
     parent = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
     assert not list(parent.glob(f"deepinfer-{app.pid}-*"))
 
 
-async def test_a_client_that_vanishes_frees_what_it_held(folder, tmp_path) -> None:
+async def test_a_client_that_vanishes_frees_what_it_held(tmp_path) -> None:
+    folder = ScriptedFolder(tmp_path / "model", step_ms=1, max_model_len=40_000)
     endpoint = f"ipc://{tmp_path}/engine"
     async with AsyncEngine(folder.args(endpoint=endpoint, heartbeat_timeout_s=2)) as engine:
         dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -244,12 +302,12 @@ async def test_a_client_that_vanishes_frees_what_it_held(folder, tmp_path) -> No
             key=1,
             request_id="orphan",
             prompt=pack_int32([1, 2, 3]),
-            params=SamplingParams(max_tokens=1000, ignore_eos=True, seed=1),
+            params=SamplingParams(max_tokens=30_000, ignore_eos=True, seed=1),
         )
         await dealer.send(msgspec.msgpack.encode(add))
         await dealer.recv()
         dealer.close(linger=0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while (await engine.stats())["live"]:
                 await ids(engine, [1], SamplingParams(max_tokens=1))
         assert (await engine.stats())["ended_disconnect"] == 1
@@ -273,7 +331,15 @@ def junk_frames(sentinel: Path) -> list[bytes]:
     names = [name for module in (messages, steps) for name in vars(module) if name[0].isupper()]
     valid = msgspec.msgpack.encode(messages.Call(1, "stats"))
     frames = [msgspec.msgpack.encode([name, evil, evil, evil]) for name in names]
-    frames += [evil, b"", b"\xc1", b"\x00" * 1000, os.urandom(500), valid[:-1], valid + b"x"]
+    frames += [
+        evil,
+        b"",
+        b"\xc1",
+        b"\x00" * 1000,
+        random.Random(1).randbytes(500),
+        valid[:-1],
+        valid + b"x",
+    ]
     frames += [msgspec.msgpack.encode(["Abort", "not a number"]), b"\x91" * 100_000]
     frames += [msgspec.msgpack.encode(messages.Hello()).replace(b"Hello", b"Jello")]
     return frames
@@ -292,9 +358,9 @@ async def test_junk_on_any_socket_is_counted_and_dropped(folder, tmp_path) -> No
             for frame in frames:
                 await dealer.send(frame)
                 await dealer.send_multipart([frame, frame, frame])
-            dealer.close(linger=1000)
+            dealer.close(linger=int(PATIENCE_S * 1000))
         assert await running == folder.reference([3, 4, 5], 20)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while (await engine.stats())["junk_frames"] < 4 * len(frames):
                 await ids(engine, [1], SamplingParams(max_tokens=1))
         assert await ids(engine, [7], SHORT) == folder.reference([7], 20)
@@ -326,10 +392,7 @@ async def test_an_endpoint_beyond_this_machine_is_refused(folder, endpoint) -> N
 async def test_an_endpoint_in_use_is_refused_and_its_engine_goes_on(
     folder, tmp_path, scheme
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    endpoint = f"ipc://{tmp_path}/e" if scheme == "ipc" else f"tcp://127.0.0.1:{port}"
+    endpoint = f"ipc://{tmp_path}/e" if scheme == "ipc" else free_endpoint()
     async with AsyncEngine(folder.args(endpoint=endpoint)):
         with pytest.raises(EngineDownError, match=endpoint):
             await AsyncEngine(folder.args(endpoint=endpoint, max_model_len=64)).start()
@@ -349,7 +412,7 @@ async def test_no_file_of_the_endpoint_is_left_after_a_clean_stop(folder, tmp_pa
 
 async def test_two_clients_may_use_one_id_at_the_same_time(folder, tmp_path) -> None:
     """ID-01."""
-    endpoint = f"ipc://{tmp_path}/{uuid.uuid4().hex[:8]}"
+    endpoint = f"ipc://{tmp_path}/engine"
     async with AsyncEngine(folder.args(endpoint=endpoint)) as engine, Client(endpoint) as client:
         first, second = await asyncio.gather(
             ids(engine, [5, 6], SHORT, request_id="same"),
@@ -365,25 +428,24 @@ async def test_a_client_goes_on_with_the_next_scheduler_and_learns_when_there_is
     folder, tmp_path
 ) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
-    async with (
-        AsyncEngine(folder.args(endpoint=endpoint)) as engine,
-        Client(endpoint, silence_limit_s=2) as client,
-    ):
-        with folder.held(after=3):
-            stream = client.generate([3, 4, 5], SHORT)
-            got = [(await anext(stream)).token_id for _ in range(3)]
-            process_of("deepinfer.scheduler").kill()
-        got += [out.token_id async for out in stream]
-        assert got == folder.reference([3, 4, 5], 20)
-        with folder.held(after=1):
-            stream = client.generate([1, 2], LONG)
-            await anext(stream)
-            await engine.stop()
-            outs = [out async for out in stream]
-        assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "shutdown")
-        async with asyncio.timeout(60):
-            with pytest.raises(EngineDownError, match="no word"):
-                await ids(client, [1], SHORT)
+    async with AsyncEngine(folder.args(endpoint=endpoint)) as engine:
+        async with Client(endpoint) as client:
+            with folder.held(after=3):
+                stream = client.generate([3, 4, 5], SHORT)
+                got = [(await anext(stream)).token_id for _ in range(3)]
+                process_of("deepinfer.scheduler").kill()
+            got += [out.token_id async for out in stream]
+            assert got == folder.reference([3, 4, 5], 20)
+        async with Client(endpoint, silence_limit_s=2) as client:
+            with folder.held(after=1):
+                stream = client.generate([1, 2], LONG)
+                await anext(stream)
+                await engine.stop()
+                outs = [out async for out in stream]
+            assert (outs[-1].finish_reason, outs[-1].finish_detail) == ("abort", "shutdown")
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(EngineDownError, match="no word"):
+                    await ids(client, [1], SHORT)
 
 
 async def test_an_abort_returns_though_its_consumer_walks_away(folder) -> None:
@@ -394,8 +456,12 @@ async def test_an_abort_returns_though_its_consumer_walks_away(folder) -> None:
             abort = asyncio.create_task(engine.abort("r"))
             await asyncio.sleep(0)
             await stream.aclose()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await abort
+
+
+SILENT_S = 1000
+"""The limit where a client that sends no heartbeats must be kept."""
 
 
 def raw_client(endpoint: str) -> zmq.asyncio.Socket:
@@ -406,7 +472,7 @@ def raw_client(endpoint: str) -> zmq.asyncio.Socket:
 
 async def receive(dealer: zmq.asyncio.Socket, wanted: type) -> msgspec.Struct:
     """The next message of a type; others are passed over."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             message = msgspec.msgpack.decode(await dealer.recv(), type=messages.ToClient)
             if isinstance(message, wanted):
@@ -417,7 +483,7 @@ async def test_a_client_that_waits_for_the_engine_is_welcomed(folder, tmp_path) 
     endpoint = f"ipc://{tmp_path}/engine"
     dealer = raw_client(endpoint)
     await dealer.send(msgspec.msgpack.encode(messages.Hello()))
-    async with AsyncEngine(folder.args(endpoint=endpoint)):
+    async with AsyncEngine(folder.args(endpoint=endpoint, heartbeat_timeout_s=SILENT_S)):
         await receive(dealer, messages.Welcome)
     dealer.close(linger=0)
 
@@ -428,7 +494,7 @@ async def test_a_client_that_was_silent_for_too_long_is_told(folder, tmp_path) -
         dealer = raw_client(endpoint)
         await dealer.send(msgspec.msgpack.encode(messages.Hello()))
         await receive(dealer, messages.Welcome)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (await engine.stats())["clients"] > 1:
                 await ids(engine, [1], SamplingParams(max_tokens=1))
         await dealer.send(msgspec.msgpack.encode(messages.ClientHeartbeat()))
@@ -501,7 +567,7 @@ async def test_an_engine_ends_with_its_app_also_when_the_app_had_forked(folder) 
 
 async def test_an_endpoint_without_a_port_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="a port is a number"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await Client("tcp://127.0.0.1:x").start()
 
 
@@ -518,7 +584,7 @@ async def test_odd_names_beside_the_socket_directory_do_no_harm(
 async def test_a_worker_killed_while_it_loads_is_replaced(folder) -> None:
     engine = AsyncEngine(folder.args())
     starting = asyncio.create_task(engine.start())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not (found := [p for p in engine_processes() if "worker" in str(p.cmdline())]):
             await asyncio.sleep(0)
     found[0].kill()
@@ -553,7 +619,7 @@ async def test_a_drained_scheduler_finishes_what_it_accepted_and_refuses_what_co
             while (await client.stats())["live"] < 5:
                 await asyncio.sleep(0)
             process_of("deepinfer.scheduler").send_signal(signal.SIGTERM)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(EngineBusyError, match="shuts down"):
                     while True:  # until the signal has arrived
                         await ids(client, [1], SHORT, timeout_s=0.05)
@@ -602,7 +668,7 @@ async def test_a_stopped_worker_does_not_outlive_its_scheduler(folder) -> None:
 async def test_a_worker_stopped_before_its_first_word_is_replaced(folder) -> None:
     engine = AsyncEngine(folder.args())
     starting = asyncio.create_task(engine.start())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not (found := [p for p in engine_processes() if "worker" in str(p.cmdline())]):
             await asyncio.sleep(0)
     found[0].send_signal(signal.SIGSTOP)

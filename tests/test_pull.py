@@ -26,6 +26,7 @@ from deepinfer.frontend.model_cache import (
 )
 from deepinfer.frontend.pull import KNOWN_MODELS, PullError, WheelModel, pull
 from support import tiny_gguf
+from support.patience import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -312,7 +313,7 @@ def process_that(function: str, *paths: Path) -> subprocess.Popen[bytes]:
 def test_processes_that_want_the_same_model_build_it_once(tmp_path: Path) -> None:
     target, built = tmp_path / "models" / "m", tmp_path / "built"
     workers = [process_that("build_slowly", target, built) for _ in range(3)]
-    assert [worker.wait(60) for worker in workers] == [0, 0, 0]
+    assert [worker.wait(PATIENCE_S) for worker in workers] == [0, 0, 0]
     assert built.read_text() == "x"
     assert visible(target.parent) == ["m"]
 
@@ -320,12 +321,12 @@ def test_processes_that_want_the_same_model_build_it_once(tmp_path: Path) -> Non
 def test_a_killed_build_leaves_no_model_and_no_lock(tmp_path: Path) -> None:
     target, begun = tmp_path / "models" / "m", tmp_path / "begun"
     worker = process_that("hang_while_building", target, begun)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not begun.exists() and time.monotonic() < deadline:
         with pytest.raises(subprocess.TimeoutExpired):
             worker.wait(0.05)
     worker.kill()
-    worker.wait(60)
+    worker.wait(PATIENCE_S)
     assert not target.exists()
 
     build_once(target, fill)

@@ -23,6 +23,7 @@ from deepinfer.wire.messages import (
     OutputBatch,
     ToClient,
 )
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
 from support.streams import token_ids
 
@@ -41,7 +42,9 @@ def greedy(max_tokens: int) -> SamplingParams:
 async def test_who_reads_late_gets_every_token_and_nobody_waits_for_it(folder, tmp_path) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
     prompts = {key: [3, 4, key] for key in range(10)}
-    async with AsyncEngine(folder.args(endpoint=endpoint)) as engine:
+    # It sends no heartbeats while it reads.
+    args = folder.args(endpoint=endpoint, heartbeat_timeout_s=1000)
+    async with AsyncEngine(args) as engine:
         with zmq.Context() as context, context.socket(zmq.DEALER) as late:
             late.setsockopt(zmq.LINGER, 0)
             late.set_hwm(10)
@@ -60,7 +63,7 @@ async def test_who_reads_late_gets_every_token_and_nobody_waits_for_it(folder, t
             tokens: dict[int, list[int]] = {key: [] for key in prompts}
             ends: dict[int, End] = {}
             while len(ends) < len(prompts):
-                assert await asyncio.to_thread(late.poll, 20_000), "no more comes"
+                assert await asyncio.to_thread(late.poll, int(PATIENCE_S * 1000)), "no more comes"
                 message = msgspec.msgpack.decode(late.recv(), type=ToClient)
                 if not isinstance(message, OutputBatch):
                     continue
@@ -105,7 +108,7 @@ import asyncio, sys
 from deepinfer import Client, SamplingParams
 async def main():
     async with Client(sys.argv[1]) as client:
-        params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
         async for out in client.generate([3, 4], params):
             print(out.token_id, flush=True)
 asyncio.run(main())
@@ -115,7 +118,8 @@ asyncio.run(main())
 async def test_a_stopped_client_is_let_go_and_takes_up_its_stream_when_it_continues(
     tmp_path,
 ) -> None:
-    folder = ScriptedFolder(tmp_path / "model", step_ms=2)
+    # Long enough for the engine to find out that nobody hears, which takes two seconds.
+    folder = ScriptedFolder(tmp_path / "model", step_ms=2, max_model_len=4096)
     endpoint = f"ipc://{tmp_path}/engine"
     async with AsyncEngine(folder.args(endpoint=endpoint, heartbeat_timeout_s=2)) as engine:
         app = subprocess.Popen(
@@ -134,4 +138,4 @@ async def test_a_stopped_client_is_let_go_and_takes_up_its_stream_when_it_contin
             app.kill()
             app.wait()
             app.stdout.close()
-    assert [int(line) for line in (first + rest).split()] == folder.reference([3, 4], 900)
+    assert [int(line) for line in (first + rest).split()] == folder.reference([3, 4], 3000)

@@ -14,6 +14,7 @@ from deepinfer import AsyncEngine, Client, LLMEngine, RequestOutput, SamplingPar
 from deepinfer.frontend import connection
 from deepinfer.frontend.errors import EngineBusyError
 from deepinfer.wire.messages import Call
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder, process_of
 from support.streams import check_stream, token_ids, tokens
 
@@ -36,7 +37,7 @@ def wait_until_forgotten(endpoint: str) -> None:
     """Block this thread, and with it the loop it runs, until the engine gave its owner up."""
 
     async def watch() -> None:
-        async with Client(endpoint) as client, asyncio.timeout(60):
+        async with Client(endpoint) as client, asyncio.timeout(PATIENCE_S):
             while not (await client.stats())["ended_slow_reader"]:
                 pass
 
@@ -57,11 +58,13 @@ async def test_an_app_that_did_not_read_for_long_goes_on_with_its_own_scheduler(
     async with AsyncEngine(folder.args(endpoint=endpoint)) as engine:
         scheduler = process_of("deepinfer.scheduler")
         outs: list[RequestOutput] = []
-        async for out in engine.generate([5, 6], STREAM):
-            outs.append(out)
-            if len(outs) == 5:
-                ask_much(engine)
-                wait_until_forgotten(endpoint)
+        stream = engine.generate([5, 6], STREAM)
+        with folder.held(after=5):
+            while len(outs) < 5:
+                outs.append(await anext(stream))
+            ask_much(engine)
+            wait_until_forgotten(endpoint)
+        outs += [out async for out in stream]
         check_stream(outs)
         assert tokens(outs) == folder.reference([5, 6], 4000)
         assert all(len(out.top_logprobs) == 1 for out in outs)
@@ -75,10 +78,11 @@ def test_llm_engine_goes_on_with_its_own_scheduler_after_a_long_pause(folder, tm
     args = folder.args(endpoint=endpoint, heartbeat_timeout_s=2)
     with LLMEngine(args) as engine:
         scheduler = process_of("deepinfer.scheduler")
-        engine.add_request("r", [5, 6], STREAM)
-        outs = engine.step()
-        ask_much(engine)
-        wait_until_forgotten(endpoint)
+        with folder.held(after=5):
+            engine.add_request("r", [5, 6], STREAM)
+            outs = engine.step()
+            ask_much(engine)
+            wait_until_forgotten(endpoint)
         while engine.has_unfinished_requests():
             outs += engine.step()
         check_stream(outs)
@@ -115,13 +119,13 @@ async def test_aborts_sent_while_the_scheduler_is_stopped_arrive_when_it_continu
             for i in range(count)
         }
         tasks = {name: asyncio.create_task(stream) for name, stream in streams.items()}
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while (await engine.stats())["live"] < count:
                 pass
         scheduler = await stop_reading(engine)
         await walk_away(tasks, engine)
         scheduler.resume()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while (stats := await engine.stats())["live"]:
                 pass
         assert stats["ended_client_abort"] == count + 30
@@ -136,7 +140,7 @@ async def test_requests_that_nobody_reads_are_refused_until_somebody_does(
         scheduler = process_of("deepinfer.scheduler")
         scheduler.suspend()
         with pytest.raises(EngineBusyError, match="does not read"):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while True:
                     stream = engine.generate([1] * 16_000, SHORT)
                     task = asyncio.ensure_future(anext(stream))
@@ -147,7 +151,7 @@ async def test_requests_that_nobody_reads_are_refused_until_somebody_does(
                     if not task.cancelled():
                         task.result()
         scheduler.resume()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     got = await token_ids(engine, [7, 8], SHORT)

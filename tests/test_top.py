@@ -25,6 +25,7 @@ from deepinfer.wire.messages import (
     StepTimes,
     UserShare,
 )
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
 from support.streams import outputs
 
@@ -106,19 +107,17 @@ def test_durations_are_for_people(ms: float, text: str) -> None:
 
 def deepinfer(*argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "deepinfer", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.process
 async def test_one_look_at_a_running_engine_is_plain_text(tmp_path: Path) -> None:
-    folder = ScriptedFolder(tmp_path / "m", step_ms=5)
+    folder = ScriptedFolder(tmp_path / "m", step_ms=5, max_model_len=40_000)
     endpoint = f"ipc://{tmp_path}/engine"
     async with AsyncEngine(folder.args(endpoint=endpoint, max_num_seqs=1)) as engine:
-        params = SamplingParams(max_tokens=2000, temperature=0)
+        params = SamplingParams(max_tokens=30_000, temperature=0)
         streams = [
-            asyncio.ensure_future(
-                outputs(engine, [5] * 4, params, f"acme/{name}", user_id="acme", timeout_s=30)
-            )
+            asyncio.ensure_future(outputs(engine, [5] * 4, params, f"acme/{name}", user_id="acme"))
             for name in ("first", "second")
         ]
         while (await engine.stats())["output_tokens"] < 5:
@@ -168,7 +167,7 @@ async def test_a_key_ends_it_and_gives_the_terminal_back(tmp_path: Path, key: by
                 seen += await asyncio.to_thread(os.read, ours, 65536)
             os.write(ours, key)
             reading = asyncio.to_thread(_drain, ours, process)
-            status, rest = await asyncio.wait_for(reading, 30)
+            status, rest = await asyncio.wait_for(reading, PATIENCE_S)
         finally:
             process.kill()
             process.wait()

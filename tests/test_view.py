@@ -195,7 +195,7 @@ async def test_an_engine_shows_itself_to_its_clients(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
     async with AsyncEngine(folder.args(max_num_seqs=2, endpoint=endpoint)) as engine:
         async with Client(endpoint) as onlooker:
-            with folder.held(after=3):
+            with folder.held() as hold:
                 params = SamplingParams(max_tokens=40, temperature=0)
                 streams = [
                     asyncio.ensure_future(
@@ -203,6 +203,9 @@ async def test_an_engine_shows_itself_to_its_clients(tmp_path: Path) -> None:
                     )
                     for i in range(3)
                 ]
+                while (await engine.stats())["live"] < 3:
+                    await asyncio.sleep(0)
+                hold.let_pass(3)
                 view = await onlooker.view()
                 while sum(r.output_tokens for r in view.requests) < 3:
                     view = await onlooker.view()

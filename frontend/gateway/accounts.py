@@ -85,7 +85,9 @@ class Accounts:
         return new
 
     def close(self, record: Record, status: int, code: str, headers: Mapping[str, str]) -> None:
-        """The call is over. ``code`` names the error, if it was one."""
+        """The call is over. ``code`` names the error, if it was one. The first time counts."""
+        if record.status:
+            return
         record.seconds = time.monotonic() - record.began
         record.status = status
         if record.queued_s is None:

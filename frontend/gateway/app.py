@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -206,6 +206,11 @@ class Gateway:
         endpoint, model = call.path, answers.model
         record = Record(tenant.name, endpoint, answers.request_id, engine_ids, model, answers.usage)
         status, code = CLIENT_LEFT, ""
+
+        def served() -> None:
+            # Before the end of the answer is sent: who has it finds it in the ledger.
+            self.accounts.close(record, 200, "", call.headers)
+
         try:
             async with tenant.admit() as admission:
                 record.queued_s = admission.queued_s
@@ -214,13 +219,15 @@ class Gateway:
                 metered = self._metered(outputs, record, tenant)
                 async with aclosing(outputs), aclosing(metered):
                     if ask.stream:
-                        await call.stream(_chunks(answers, metered, ask.include_usage))
+                        chunks = _chunks(answers, metered, ask.include_usage)
+                        await call.stream(_followed_by(chunks, served))
                     else:
                         async for prompt, output in metered:
                             answers.take(prompt, output)
             if not ask.stream:
-                await call.reply(answers.whole())
-            status = 200
+                whole = answers.whole()
+                served()
+                await call.reply(whole)
         except Exception as error:
             known = as_api_error(error)
             status, code = known.status, known.code or known.kind
@@ -442,6 +449,14 @@ async def _chunks(
             yield answers.chunk([choice], null_usage=with_usage)
     if with_usage:
         yield answers.usage_chunk()
+
+
+async def _followed_by(
+    items: AsyncIterator[object], action: Callable[[], None]
+) -> AsyncIterator[object]:
+    async for item in items:
+        yield item
+    action()
 
 
 def _request_id(call: Call, prefix: str) -> str:

@@ -13,7 +13,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
-PATIENCE_S = 40.0
+from support.patience import PATIENCE_S
+
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 _CHROMIUM, _DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -15,13 +15,22 @@ import zmq.asyncio
 
 from deepinfer.wire.curve import ClientKeys, client_keys, make_client_keys, make_server_keys
 from deepinfer.wire.messages import ToClient
+from support.patience import PATIENCE_S
+
+_reserved: list[socket.socket] = []
 
 
 def free_endpoint() -> str:
-    """A tcp endpoint of this machine where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    """A tcp endpoint of this machine where nobody listens, nor will by chance.
+
+    The port stays bound while this process lives, so that the system gives it to nobody who asks
+    for any. Who asks for this one, and allows to share it as servers do, gets it.
+    """
+    probe = socket.socket()
+    _reserved.append(probe)
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 class KeyFolder:
@@ -68,7 +77,7 @@ class RawClient:
 
     async def receive(self, *wanted: type) -> msgspec.Struct:
         """The next message of one of these types; others are passed over."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 message = msgspec.msgpack.decode(await self.socket.recv(), type=ToClient)
                 if isinstance(message, wanted):

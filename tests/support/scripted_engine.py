@@ -5,6 +5,8 @@
 
 ``folder.reference(prompt, max_tokens)`` is what a greedy request must yield; ``folder.held()``
 holds the worker before its next step, ``folder.held(after=1)`` a request after its first token.
+What a test does to a request that runs belongs into such a hold: on a busy machine the request
+would else come to its end before.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,22 @@ from deepinfer import EngineArgs
 from deepinfer.frontend.tokenizer import Tokenizer
 from support.scripted_model import ScriptedModel, hash_chain
 from support.small_tokenizers import save_folder
+
+
+class Hold:
+    """A hold on the worker. ``let_pass(3)``: three more steps, whatever they compute."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def let_pass(self, steps: int) -> None:
+        self.write(steps, counts=True)
+
+    def write(self, steps: int, *, counts: bool) -> None:
+        """Say how many steps pass, from now on (``counts``) or from the next prompt on."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+        os.pwrite(self._descriptor, bytes([steps, counts]), 0)
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
 
 class ScriptedFolder:
@@ -43,6 +61,7 @@ class ScriptedFolder:
             **script,
         }
         (path / "scripted.json").write_text(json.dumps(self.script))
+        (path / "hold").touch()
         (path / "config.json").write_text(json.dumps({"architectures": ["ScriptedForCausalLM"]}))
         self._reference = ScriptedModel(
             self.script["vocab_size"],
@@ -60,19 +79,17 @@ class ScriptedFolder:
         return self._reference.continuation(prompt, max_tokens)
 
     @contextmanager
-    def held(self, *, after: int = 0) -> Iterator[None]:
+    def held(self, *, after: int = 0) -> Iterator[Hold]:
         """Hold the worker before its next step, or let ``after`` steps pass first.
 
         These are counted from the next prompt on (none with a cached beginning): with ``after=1`` a
         request that is sent now yields its first token and surely no other.
         """
-        descriptor = os.open(self.path / "hold", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            os.pwrite(descriptor, bytes([after, 0]), 0)
-            yield
-        finally:
-            os.close(descriptor)
+        with open(self.path / "hold", "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            hold = Hold(file.fileno())
+            hold.write(after, counts=False)
+            yield hold
 
 
 def engine_processes() -> list[psutil.Process]:
@@ -80,8 +97,15 @@ def engine_processes() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def process_of(module: str) -> psutil.Process:
-    """The one process that runs ``python -m MODULE`` for this test."""
-    found = [p for p in engine_processes() if module in p.cmdline()]
-    assert len(found) == 1, [p.cmdline() for p in engine_processes()]
+def process_of(module: str, of: psutil.Process | None = None) -> psutil.Process:
+    """The one process that runs ``python -m MODULE`` for this test, or for a process of it."""
+    words: dict[psutil.Process, list[str]] = {}
+    for process in (of or psutil.Process()).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            words[process] = process.cmdline()
+    found = [process for process in words if module in words[process]]
+    # What has just been forked looks like its parent for a moment.
+    parents = [process.pid for process in found]
+    found = [process for process in found if process.ppid() not in parents]
+    assert len(found) == 1, list(words.values())
     return found[0]

@@ -9,9 +9,11 @@ replaced. ``scripted.json`` in the model folder configures it (see ``ScriptedFol
 - ``fail_load``: an error to fail the start with;
 - ``damaged``: a file that stands for a damaged kernel cache while it is there.
 
-A test holds the worker before its next step by holding an exclusive lock on ``hold`` in the folder.
-Its first byte says how many steps still pass, counted from the next one that begins a prompt (with
-no cached beginning); its second one whether that has come.
+A test holds the worker before its next step by holding an exclusive flock on ``hold`` in the
+folder. Its first byte says how many steps still pass, counted from the next one that begins a
+prompt (with no cached beginning); its second one whether that has come. These are read and written
+under a lockf, and read again and again while the worker is held: what an earlier request computes
+for nothing may have come between the test's lock and its bytes, and the test may let more pass.
 """
 
 from __future__ import annotations
@@ -37,17 +39,22 @@ def load_scripted_model(args: EngineArgs, phases: dict[str, float]) -> LoadedMod
     if script["damaged"] and Path(script["damaged"]).exists():
         raise EOFError("Ran out of input")
     phases["load"] = 0.0
-    hold = os.open(folder / "hold", os.O_RDWR | os.O_CREAT)
+    hold = os.open(folder / "hold", os.O_RDWR)
+
+    def may_pass(batch: RaggedBatch) -> bool:
+        fcntl.lockf(hold, fcntl.LOCK_EX)
+        try:
+            passing, begun = os.pread(hold, 2, 0) or b"\0\0"
+            # What an earlier request still computes for nothing does not count.
+            if passing and (begun or (batch.positions == 0).any()):
+                os.pwrite(hold, bytes([passing - 1, 1]), 0)
+        finally:
+            fcntl.lockf(hold, fcntl.LOCK_UN)
+        return passing > 0 or not _locked(hold)
 
     def on_forward(batch: RaggedBatch) -> None:
-        passing, begun = os.pread(hold, 2, 0) or b"\0\0"
-        if passing:
-            # What an earlier request still computes for nothing does not count.
-            if begun or (batch.positions == 0).any():
-                os.pwrite(hold, bytes([passing - 1, 1]), 0)
-        else:
-            fcntl.flock(hold, fcntl.LOCK_SH)
-            fcntl.flock(hold, fcntl.LOCK_UN)
+        while not may_pass(batch):
+            time.sleep(0.001)
         if (batch.token_ids == script["poison"]).any():
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(script["step_ms"] / 1000)
@@ -63,6 +70,16 @@ def load_scripted_model(args: EngineArgs, phases: dict[str, float]) -> LoadedMod
         on_forward=on_forward,
     )
     return LoadedModel(model, num_blocks)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether another process holds an exclusive flock on a file."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
 
 
 if __name__ == "__main__":

@@ -29,11 +29,10 @@ from deepinfer import AsyncEngine
 from deepinfer.frontend.gateway.app import Gateway
 from deepinfer.frontend.gateway.http_protocol import BoundedProtocol
 from deepinfer.frontend.gateway.tenants import Tenants
-from support.scripted_engine import ScriptedFolder
+from support.patience import PATIENCE_S
+from support.scripted_engine import ScriptedFolder, process_of
 
 MODEL = "scripted"
-PATIENCE_S = 60.0
-"""How long a test waits for what must happen, on a machine that has other things to do."""
 
 
 @dataclass
@@ -56,10 +55,7 @@ class Served:
 
     def child(self, module: str) -> psutil.Process:
         """The one process of its engine that runs ``python -m MODULE``."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        found = [child for child in children if module in child.cmdline()]
-        assert len(found) == 1, [child.cmdline() for child in children]
-        return found[0]
+        return process_of(module, psutil.Process(self.process.pid))
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=PATIENCE_S)
@@ -72,7 +68,7 @@ def served(folder: ScriptedFolder, *flags: str) -> Iterator[Served]:
         process = subprocess.Popen(
             [sys.executable, "-m", "deepinfer", "serve", "--model", str(folder.path),
              "--worker-module", "support.scripted_worker", "--served-model-name", MODEL,
-             "--port", "0", "--drain-timeout-s", "5", "--heartbeat-timeout-s", "3", *flags],
+             "--port", "0", *flags],
             stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
         assert process.stdout is not None
