@@ -232,6 +232,8 @@ class AsyncClient:
         with open requests first, then those served most.
         """
         answer = await self._call("tenants")
+        if answer.error:
+            raise EngineError(answer.error)
         told: dict[str, dict[str, float]] = {name: {} for name in answer.texts.values()}
         for key, value in answer.numbers.items():
             number, _, name = key.partition(".")
@@ -264,10 +266,10 @@ class AsyncClient:
         that ``now_ns`` was read from, so a reader needs no clock of the engine's machine. Bounded,
         and made only when asked: see ``EngineView``.
         """
-        view = (await self._call("view")).view
-        if view is None:
-            raise EngineError("the engine is of an earlier version: it has no view to show")
-        return view
+        answer = await self._call("view")
+        if answer.view is None:
+            raise EngineError(answer.error)
+        return answer.view
 
     @property
     def info(self) -> EngineInfo:

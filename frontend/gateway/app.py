@@ -347,20 +347,27 @@ class Gateway:
     async def _story(self, request: Request) -> Response:
         tenant = self._identify(request.headers.get("authorization"))
         request_id = request.path_params["request_id"]
-        return await self._tell(f"{tenant.name}/{request_id}", request_id)
+        return await self._tell(f"{tenant.name}/{request_id}", request_id, tenant)
 
     async def _any_story(self, request: Request) -> Response:
         """The story of any request, named by the engine's own id as a view shows it."""
-        self._operator(request.headers.get("authorization"))
+        operator = self._operator(request.headers.get("authorization"))
         request_id = request.path_params["request_id"]
-        return await self._tell(request_id, request_id)
+        return await self._tell(request_id, request_id, operator)
 
-    async def _tell(self, engine_id: str, shown_id: str) -> Response:
+    async def _tell(self, engine_id: str, shown_id: str, reader: Tenant) -> Response:
         try:
             events = await self._engine.trace(engine_id)
         except KeyError:
             message = f"no request {shown(shown_id)} runs or has ended lately"
             raise not_found(message, "request_not_found") from None
+        if not reader.operator:
+            events = [
+                event.without_other("another tenant's request")
+                if "by_user" in event.detail
+                else event
+                for event in events
+            ]
         return _json({"id": shown_id, "object": "request.story", "events": [
             {"at_ms": event.at_ms, "event": event.event, "detail": event.detail}
             for event in events
@@ -411,15 +418,17 @@ class Gateway:
         call.tenant = tenant.name
         return tenant
 
-    def _operator(self, authorization: str | None) -> None:
+    def _operator(self, authorization: str | None) -> Tenant:
         """Let only those in who may see all tenants; ``ApiError`` 401 or 403."""
-        if not self._identify(authorization).operator:
+        tenant = self._identify(authorization)
+        if not tenant.operator:
             raise ApiError(
                 403,
                 "this API key is not an operator's: its tenant has no operator = true",
                 kind="permission_error",
                 code="operator_only",
             )
+        return tenant
 
     def _model(self, name: str | None) -> str:
         """Return the name of a model that is served: the first one when none is asked for."""
