@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -137,6 +137,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         weight: float = 1.0,
         cache_salt: str = "",
+        has_left: Callable[[], bool] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one ``RequestOutput`` per new token; the last one has ``finished=True``.
 
@@ -151,6 +152,9 @@ class AsyncClient:
         and that of its latest request counts. Requests reuse each other's prompt beginnings in the
         KV cache only when their ``cache_salt`` (at most 256 characters) is the same: give tenants
         different ones where none may find out by the time a prompt takes what others asked.
+
+        Where the iterator is closed early because ``has_left()``, that is, whom you serve went
+        away, the request's end and story say ``disconnect`` instead of ``client_abort``.
         """
         if multi_modal_data:
             raise ValueError("multi_modal_data is not supported by this version")
@@ -187,7 +191,8 @@ class AsyncClient:
                 yield item
         finally:
             if request.open_samples:
-                session.abandon(request)
+                left = has_left is not None and has_left()
+                session.abandon(request, "disconnect" if left else "client_abort")
                 self._flush()
             inbox.closed.set()
 

@@ -188,7 +188,10 @@ class SchedulerProcess:
     def _answer(self, client: bytes, call: Call) -> Answer:
         reader = None if self._clients.sees_all(client) else key_of(client)
         if reader is not None and call.what in ("view", "tenants"):
-            text = f"{call.what} shows the requests of all clients; this key is not an operator's"
+            text = (
+                f"{call.what} tells of all clients, and this key is not an operator's "
+                "(deepinfer keys --client NAME --operator makes one)"
+            )
             return Answer(call.call_id, error=text)
         match call.what:
             case "stats":

@@ -122,7 +122,7 @@ async def test_the_story_says_who_left(folder) -> None:
                 return last["event"] == "ended"
 
             await eventually(ended)
-        assert last["detail"]["reason"] == "abort", last
+        assert (last["detail"]["reason"], last["detail"]["detail"]) == ("abort", "disconnect")
 
 
 # ---- a server that stops ------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deepinfer import AsyncEngine
 from deepinfer.frontend.gateway.tenants import Tenants, new_key
 from support.scripted_engine import ScriptedFolder
-from support.served import MODEL, PATIENCE_S, Served, eventually, events, in_process, served
+from support.served import MODEL, PATIENCE_S, Served, events, eventually, in_process, served
 
 pytestmark = pytest.mark.process
 

@@ -158,12 +158,11 @@ class AllowedKeys:
             return None
 
     def _look(self) -> dict[str, _Stamp]:
-        found: dict[str, _Stamp] = {}
-        self._look_into(OPERATORS, found)
-        self._look_into(CLIENTS, found)
-        return found
+        # In this order: a key that moves to the operators meanwhile is found.
+        return self._look_into(CLIENTS) | self._look_into(OPERATORS)
 
-    def _look_into(self, kind: str, found: dict[str, _Stamp]) -> None:
+    def _look_into(self, kind: str) -> dict[str, _Stamp]:
+        found: dict[str, _Stamp] = {}
         try:
             with os.scandir(self._folder / kind) as entries:
                 for entry in entries:
@@ -174,13 +173,16 @@ class AllowedKeys:
                     except OSError:  # removed just now
                         continue
                     if len(found) == MAX_CLIENT_KEYS:
-                        log.warning("%s holds more than %d keys", self._folder, MAX_CLIENT_KEYS)
+                        log.warning(
+                            "%s/%s holds more than %d keys", self._folder, kind, MAX_CLIENT_KEYS
+                        )
                         break
                     found[f"{kind}/{entry.name}"] = (info.st_mtime_ns, info.st_ino, info.st_size)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             # Without operators there is no folder of theirs.
             if kind == CLIENTS or not isinstance(error, FileNotFoundError):
                 log.warning("no client gets in by %s/: %s", kind, error)
+        return found
 
 
 def _key_of(field: str, value: str | Path | None) -> bytes:

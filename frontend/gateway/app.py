@@ -210,7 +210,7 @@ class Gateway:
             async with tenant.admit() as admission:
                 record.queued_s = admission.queued_s
                 tenant.spend(answers.usage.prompt_tokens)
-                outputs = self._outputs(tenant, priority, engine_ids, prompts)
+                outputs = self._outputs(call, tenant, priority, engine_ids, prompts)
                 metered = self._metered(outputs, record, tenant)
                 async with aclosing(outputs), aclosing(metered):
                     if ask.stream:
@@ -240,7 +240,12 @@ class Gateway:
             yield prompt, output
 
     async def _outputs(
-        self, tenant: Tenant, priority: int, engine_ids: list[str], prompts: list[PreparedPrompt]
+        self,
+        call: Call,
+        tenant: Tenant,
+        priority: int,
+        engine_ids: list[str],
+        prompts: list[PreparedPrompt],
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield the outputs of all prompts as they come, each with the number of its prompt."""
 
@@ -252,6 +257,7 @@ class Gateway:
                 priority=priority,
                 weight=tenant.weight,
                 cache_salt=tenant.cache_salt,
+                has_left=lambda: call.left,
             )
             return aclosing(outputs)
 
@@ -391,6 +397,7 @@ class Gateway:
         self._operator(request.headers.get("authorization"))
         try:
             stats = await self._engine.stats()
+            self._metrics.served(await self._engine.tenants())
         except EngineError:
             stats = None
         page = self._metrics.render(stats)
