@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from deepinfer.frontend.gateway.server import serve
 from support.scripted_engine import ScriptedFolder
 from support.served import PATIENCE_S, Served, events, post, served
 
@@ -394,12 +395,21 @@ def test_pickles_and_strangers_find_nothing(http, server, tmp_path) -> None:
             got = http.post(path, content=evil, headers={"content-type": kind})
             error(got, 400 if kind == "application/json" else 415)
         text = base64.b64encode(evil).decode()
-        body = (
-            {"prompt": text} if path != CHAT else {"messages": [{"role": "user", "content": text}]}
-        )
-        assert http.post(path, json=body).status_code in (200, 400)
+        chat = {"messages": [{"role": "user", "content": text}]}
+        got = http.post(path, json=chat if path == CHAT else {"prompt": text})
+        assert got.status_code in (200, 400)
     still_right(server)
     assert not sentinel.exists()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_an_address_beyond_this_machine_needs_keys_or_a_word(server, host: str) -> None:
+    """SEC-01: it is refused before anything starts."""
+    with pytest.raises(ValueError, match="can be reached by others: give --tenants"):
+        serve(
+            server.folder.args(), host, 0, ["m"], None,
+            usage_ledger=None, open_to_all=False, max_body_bytes=1, on_ready=pytest.fail,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
