@@ -125,7 +125,7 @@ async def test_every_sample_ends_exactly_once_with_the_rule_that_fired(
         assert [out.finished for out in own] == [False] * (len(own) - 1) + [True]
         assert end(own) == expected
         assert {out.prompt_len for out in own} == {2}
-        assert own[-1].num_output_tokens == len(own) - (kind == "stop_string")
+        assert own[-1].num_output_tokens == len(own)
         assert all(out.cached_tokens <= out.prompt_len for out in own)
     if kind == "empty":
         assert text(outs) == ""
