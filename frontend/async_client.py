@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -137,6 +137,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         weight: float = 1.0,
         cache_salt: str = "",
+        has_left: Callable[[], bool] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one ``RequestOutput`` per new token; the last one has ``finished=True``.
 
@@ -151,6 +152,9 @@ class AsyncClient:
         and that of its latest request counts. Requests reuse each other's prompt beginnings in the
         KV cache only when their ``cache_salt`` (at most 256 characters) is the same: give tenants
         different ones where none may find out by the time a prompt takes what others asked.
+
+        Where the iterator is closed early because ``has_left()``, that is, whom you serve went
+        away, the request's end and story say ``disconnect`` instead of ``client_abort``.
         """
         if multi_modal_data:
             raise ValueError("multi_modal_data is not supported by this version")
@@ -187,7 +191,8 @@ class AsyncClient:
                 yield item
         finally:
             if request.open_samples:
-                session.abandon(request)
+                left = has_left is not None and has_left()
+                session.abandon(request, "disconnect" if left else "client_abort")
                 self._flush()
             inbox.closed.set()
 
@@ -232,6 +237,8 @@ class AsyncClient:
         with open requests first, then those served most.
         """
         answer = await self._call("tenants")
+        if answer.error:
+            raise EngineError(answer.error)
         told: dict[str, dict[str, float]] = {name: {} for name in answer.texts.values()}
         for key, value in answer.numbers.items():
             number, _, name = key.partition(".")
@@ -264,10 +271,10 @@ class AsyncClient:
         that ``now_ns`` was read from, so a reader needs no clock of the engine's machine. Bounded,
         and made only when asked: see ``EngineView``.
         """
-        view = (await self._call("view")).view
-        if view is None:
-            raise EngineError("the engine is of an earlier version: it has no view to show")
-        return view
+        answer = await self._call("view")
+        if answer.view is None:
+            raise EngineError(answer.error)
+        return answer.view
 
     @property
     def info(self) -> EngineInfo:

@@ -383,6 +383,9 @@ def keys(
     client: Annotated[
         str | None, typer.Option(help="Make the keys of a client of this name instead.")
     ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="With --client: it may see what concerns others.")
+    ] = False,
 ) -> None:
     """Make keys, so that clients reach an engine over a network.
 
@@ -392,19 +395,24 @@ def keys(
     that folder on the engine's machine; one that comes or goes is noticed
     within a second. All that is secret can be read by you only.
 
+    A client sees its own requests' stories. An operator, with --operator in
+    FOLDER/operators/ instead, sees those of all, and `deepinfer top`.
+
     A client may make its keys on its own machine and send you NAME.pub.
     """
     from deepinfer.wire.curve import make_client_keys, make_server_keys
 
     if client is None:
+        if operator:
+            raise ValueError("operator: give --client NAME as well")
         public = make_server_keys(folder)
         typer.echo(f"server key: {public.decode()} (in {folder / 'server.pub'})")
         typer.echo(f"deepinfer engine --curve-keys {folder} --endpoint tcp://0.0.0.0:5757")
         return
-    secret = make_client_keys(folder, client)
+    secret = make_client_keys(folder, client, operator=operator)
     typer.echo(f"secret key: {secret}, which belongs on the client's machine and nowhere else")
-    public_file = secret.with_suffix(".pub")
-    typer.echo(f"public key: {public_file}, which belongs into clients/ on the engine's machine")
+    public_file, kind = secret.with_suffix(".pub"), secret.parent.name
+    typer.echo(f"public key: {public_file}, which belongs into {kind}/ on the engine's machine")
 
 
 def _params(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from deepinfer.scheduler.client_names import key_of
 from deepinfer.scheduler.keyed_endpoint import (
     MAX_CLIENTS_PER_KEY,
     MIN_IDENTITY_BYTES,
@@ -136,6 +137,12 @@ class ClientLink:
         """Whether a client is the owner of the engine."""
         return bool(self._owner) and identity.startswith(self._owner)
 
+    def sees_all(self, identity: bytes) -> bool:
+        """Whether a client may see what concerns others: without keys everyone, else operators."""
+        return not key_of(identity) or (
+            self._keyed is not None and self._keyed.is_operator(identity)
+        )
+
     def send(self, identity: bytes, message: msgspec.Struct) -> None:
         """Queue a message for a client; never blocks. Unknown clients are ignored."""
         client = self._clients.get(identity)
@@ -191,7 +198,7 @@ class ClientLink:
                 self._drop(identity, "disconnect")
 
     def _send_frame(self, identity: bytes, frame: bytes) -> None:
-        if self._keyed is not None and KeyedEndpoint.names(identity):
+        if self._keyed is not None and key_of(identity):
             self._keyed.send(identity, frame)
         else:
             send_to(self._socket, identity, frame)
@@ -200,7 +207,7 @@ class ClientLink:
         """End what clients have here whose keys were taken away; no word goes to them."""
         assert self._keyed is not None
         for identity in list(self._clients):
-            if KeyedEndpoint.names(identity) and not self._keyed.allows(identity):
+            if key_of(identity) and not self._keyed.allows(identity):
                 self._drop(identity, "disconnect", left=True)
 
     def _tell_forgotten(self, identity: bytes) -> None:
@@ -224,7 +231,7 @@ class ClientLink:
         self._stalled.discard(identity)
         if self._clients.pop(identity, None) is None:
             return
-        if self._keyed is not None and KeyedEndpoint.names(identity):
+        if self._keyed is not None and key_of(identity):
             self._keyed.leave(identity)
         if not left:
             self._dropped[identity] = self._untold[identity] = None
@@ -267,7 +274,7 @@ class ClientLink:
                 text = f"{MAX_CLIENTS} clients are connected, which is the limit"
                 self._turn_away(identity, text)
                 return
-            if self._keyed is not None and KeyedEndpoint.names(identity):
+            if self._keyed is not None and key_of(identity):
                 if not self._keyed.has_room(identity):
                     text = f"{MAX_CLIENTS_PER_KEY} clients have this key, which is the limit"
                     self._turn_away(identity, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from deepinfer.scheduler.client_names import key_of
 from deepinfer.scheduler.sequence import Sequence
 
 MAX_EARLY_ABORTS = 1024
@@ -84,9 +85,13 @@ class ClientBook:
         client = self._clients.get(name)
         return client is not None and request_id in client.by_id
 
-    def with_id(self, request_id: str) -> Sequence | None:
-        """Return the latest live sequence of this id, whoever asked for it."""
-        found = [c.by_id[request_id] for c in self._clients.values() if request_id in c.by_id]
+    def with_id(self, request_id: str, key: bytes | None = None) -> Sequence | None:
+        """Return the latest live sequence of this id; with a key only one of its clients'."""
+        found = [
+            client.by_id[request_id]
+            for name, client in self._clients.items()
+            if request_id in client.by_id and (key is None or key_of(name) == key)
+        ]
         return max(found, key=lambda sequence: sequence.arrival_number, default=None)
 
     def of(self, name: bytes) -> list[Sequence]:

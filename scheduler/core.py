@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from deepinfer.scheduler.client_names import asker_of
 from deepinfer.scheduler.ends import ABORT_RULES, GONE_RULES, Ending
 from deepinfer.scheduler.intake import BadRequest, check_request
 from deepinfer.scheduler.invariants import check
@@ -174,11 +175,15 @@ class Core:
         waiting = Counter(sequence.tenant for sequence in self._life.queue)
         return self._life.tenants.numbers(waiting)
 
-    def story(self, request_id: str) -> list[StoryEvent] | None:
-        """Return what happened to a request that lives or ended not long ago."""
-        live = self._life.clients.with_id(request_id)
-        story = live.story if live else self._life.shelf.find(request_id)
-        return story.events() if story else None
+    def story(self, request_id: str, reader: bytes | None = None) -> list[StoryEvent] | None:
+        """Return what happened to a request that lives or ended not long ago.
+
+        A ``reader``, the key of a client, finds requests of this key only, and nothing of others
+        in them.
+        """
+        live = self._life.clients.with_id(request_id, reader)
+        story = live.story if live else self._life.shelf.find(request_id, reader)
+        return story.events(reader) if story else None
 
     def check(self) -> None:
         """Raise ``AssertionError`` when an invariant of the state is broken."""
@@ -208,6 +213,7 @@ class Core:
             deadline=None if add.timeout_ms is None else now + add.timeout_ms / 1e3,
             user_id=add.user_id,
             tenant=self._life.tenants.index_of(add.user_id, add.weight),
+            resubmitted=add.resubmitted,
         )
         self._life.enter(sequence, now)
         early = self._life.clients.take_early_abort(client, add.key)
@@ -233,10 +239,13 @@ class Core:
             message = f"request_id {shown(add.request_id)} is in use by a live request"
             return Refused(add.key, "duplicate", "request_id", message)
         limit = self._life.args.max_queue_len
-        # Room for all that an engine like this one may have accepted before it was lost.
-        room = 2 * limit + self._life.args.max_num_seqs if add.resubmitted else limit
-        if len(self._life.queue) >= room:
-            return Refused(add.key, "busy", "", f"{room} requests wait already; retry later")
+        if add.resubmitted:
+            # Room for all that an engine like this one may have accepted before it was lost.
+            limit = 2 * limit + self._life.args.max_num_seqs
+        places = self._life.queue.places[add.resubmitted]
+        if not places.has_room(asker_of(client, add.user_id), limit):
+            message = f"{places.total} requests wait already; retry later"
+            return Refused(add.key, "busy", "", message)
         return None
 
     def _end_if_unservable(self, sequence: Sequence, now: float) -> bool:

@@ -93,7 +93,8 @@ class FairQueue(WaitingQueue):
             first.story.tell(
                 now,
                 "passed_over",
-                by=head.request_id,
-                why=f"{mine} was served less: counter {order[head.tenant]:.0f}, "
-                f"this one's {order[first.tenant]:.0f}",
+                head.story.whose,
+                by_counter=round(order[head.tenant]),
+                counter=round(order[first.tenant]),
+                why="the other tenant was served less",
             )

@@ -43,6 +43,9 @@ def _check_queue(life: Lifecycle) -> None:
         name = sequence.request_id
         assert sequence.status is Status.WAITING, f"{name!r} is {sequence.status.name} in the queue"
         assert sequence.slot == -1, f"{name!r} waits and holds slot {sequence.slot}"
+    for resubmitted, places in life.queue.places.items():
+        wait = [seq.asker for seq in life.queue if seq.resubmitted == resubmitted]
+        assert places.taken == Counter(wait) and places.total == len(wait), "places are miscounted"
 
 
 def _check_tenants(life: Lifecycle) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import zmq
 from zmq.utils import z85
 
+from deepinfer.scheduler.client_names import identity_of, key_of, keyed_name
 from deepinfer.wire.actor import Actor
-from deepinfer.wire.curve import KEY_CHARS, AllowedKeys, server_secret
+from deepinfer.wire.curve import AllowedKeys, server_secret
 from deepinfer.wire.sockets import PeerGone, bind_keyed_router, send_to
 
 log = logging.getLogger("deepinfer.scheduler")
@@ -27,19 +28,14 @@ _LOOK_S = 1.0
 # one part in so many.
 _LOOK_SHARE = 20
 
-# What names of these clients begin with, in the scheduler; its plain endpoint is its owner's then.
-_MARK = b"\0curve/"
-_KEY = slice(len(_MARK), len(_MARK) + KEY_CHARS)
-_IDENTITY = slice(len(_MARK) + KEY_CHARS, None)
-
 
 class KeyedEndpoint:
     """A CURVE socket, and the ZAP handler (ZeroMQ RFC 27) that answers for it in the same poller.
 
-    A client's name is its key and its identity, so that no one is taken for the holder of another
-    key. ``on_frames`` gets the name and the frames of a message, ``on_revoked`` is called when keys
-    were taken away; ``unknown_keys`` counts who was not let in. ``ValueError`` or ``OSError`` when
-    the keys or the endpoint cannot be used.
+    Clients are named by their key and their identity (``keyed_name``). ``on_frames`` gets the name
+    and the frames of a message, ``on_revoked`` is called when keys were taken away;
+    ``unknown_keys`` counts who was not let in. ``ValueError`` or ``OSError`` when the keys or the
+    endpoint cannot be used.
     """
 
     def __init__(
@@ -69,19 +65,18 @@ class KeyedEndpoint:
         actor.every(_LOOK_S, self._refresh)
 
     @staticmethod
-    def names(name: bytes) -> bool:
-        """Whether a client's name is one of this endpoint."""
-        return name.startswith(_MARK)
-
-    @staticmethod
     def is_fit(name: bytes) -> bool:
         """Whether the identity is one that a client chose, and too long to be met by chance."""
-        identity = name[_IDENTITY]
+        identity = identity_of(name)
         return len(identity) >= MIN_IDENTITY_BYTES and not identity.startswith(b"\0")
 
     def allows(self, name: bytes) -> bool:
         """Whether the client's key is good still."""
-        return name[_KEY] in self._allowed
+        return key_of(name) in self._allowed
+
+    def is_operator(self, name: bytes) -> bool:
+        """Whether the client's key is an operator's."""
+        return self._allowed.is_operator(key_of(name))
 
     def settle(self, name: bytes) -> None:
         """Note that a client lives under its identity; nothing more goes to one with another key.
@@ -89,28 +84,29 @@ class KeyedEndpoint:
         That one's connection has ended, or this one could not speak: while a connection lives,
         ZeroMQ listens to no second one under its identity.
         """
-        self._holders[name[_IDENTITY]] = name
-        self._clients_by_key[name[_KEY]] += 1
+        self._holders[identity_of(name)] = name
+        self._clients_by_key[key_of(name)] += 1
 
     def has_room(self, name: bytes) -> bool:
         """Whether the client's key may have one client more, so that others find room too."""
-        return self._clients_by_key[name[_KEY]] < MAX_CLIENTS_PER_KEY
+        return self._clients_by_key[key_of(name)] < MAX_CLIENTS_PER_KEY
 
     def leave(self, name: bytes) -> None:
         """Note that a client that had settled is gone."""
-        self._clients_by_key[name[_KEY]] -= 1
-        if self._holders.get(name[_IDENTITY]) == name:
-            del self._holders[name[_IDENTITY]]
+        self._clients_by_key[key_of(name)] -= 1
+        if self._holders.get(identity_of(name)) == name:
+            del self._holders[identity_of(name)]
 
     def send(self, name: bytes, frame: bytes) -> None:
         """Send without blocking; ``PeerFull`` or ``PeerGone``."""
-        if self._holders.get(name[_IDENTITY], name) != name or not self.allows(name):
+        identity = identity_of(name)
+        if self._holders.get(identity, name) != name or not self.allows(name):
             raise PeerGone
-        send_to(self._socket, name[_IDENTITY], frame)
+        send_to(self._socket, identity, frame)
 
     def _receive(self, frames: list[bytes]) -> None:
         key, identity, *rest = frames
-        name = _MARK + key + identity
+        name = keyed_name(key, identity)
         if self.allows(name):
             self._on_frames(name, rest)
 

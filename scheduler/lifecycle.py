@@ -266,12 +266,17 @@ class Lifecycle:
         self._leave_slot(sequence)
         self.queue.add(sequence, now)
 
-    def preempt(self, sequence: Sequence, now: float, by: str, why: str, recompute: bool) -> None:
-        """Take slot and blocks from a sequence; it ends, or keeps its tokens and waits again."""
+    def preempt(
+        self, sequence: Sequence, now: float, why: str, recompute: bool, by: Sequence | None = None
+    ) -> None:
+        """Take slot and blocks from a sequence; it ends, or keeps its tokens and waits again.
+
+        ``by`` is the one it makes way for, if that is known: else a block was needed.
+        """
         sequence.story.tell(
             now,
             "preempted",
-            by=by,
+            by.story.whose if by else "kv_cache",
             why=why,
             blocks_freed=int(self.table.held[sequence.slot]),
             results_voided=self._in_flight(sequence),
@@ -390,7 +395,7 @@ class Lifecycle:
             results_voided=voided,
             **({"message": message} if message else {}),
         )
-        self.shelf.keep(sequence.request_id, sequence.story)
+        self.shelf.keep(sequence.story)
 
     def first_token(self, sequence: Sequence, now: float) -> None:
         """A row got its first token since it was admitted: its counters may have changed."""

@@ -13,7 +13,6 @@ from deepinfer.scheduler.sequence import Sequence
 from deepinfer.scheduler.suspects import is_suspected
 from deepinfer.scheduler.table import BatchTable
 from deepinfer.scheduler.victims import fair_victims, memory_victim, priority_victims
-from deepinfer.wire.checks import shown
 from deepinfer.wire.columns import Int32, pack_int32
 from deepinfer.wire.steps import RowAdmit, StepPlan
 
@@ -162,7 +161,6 @@ class Planner:
         life.preempt(
             victim,
             now,
-            by="kv_cache",
             why="a running row needs a block and none is free",
             recompute=not life.args.stop_preempted_request,
         )
@@ -228,7 +226,7 @@ class Planner:
             life.preempt(
                 victim,
                 now,
-                by=head.request_id,
+                by=head,
                 why=f"priority {head.priority} goes before {victim.priority}",
                 recompute=True,
             )
@@ -261,12 +259,11 @@ class Planner:
             if not life.table.known[victim.slot]:
                 life.give_back(victim, now)
                 continue
-            mine, its = (shown(life.tenants.names[seq.tenant]) for seq in (head, victim))
             life.preempt(
                 victim,
                 now,
-                by=head.request_id,
-                why=f"tenant {its} had more than its share and more than tenant {mine}",
+                by=head,
+                why="its tenant had more than its share and more than the other one",
                 recompute=True,
             )
         return head if victims else None

@@ -9,6 +9,7 @@ import signal
 import time
 
 from deepinfer.scheduler.client_link import MAX_CLIENTS, ClientLink
+from deepinfer.scheduler.client_names import key_of
 from deepinfer.scheduler.core import Core
 from deepinfer.scheduler.recent import StepLog
 from deepinfer.scheduler.results import BrokenResult
@@ -171,7 +172,7 @@ class SchedulerProcess:
             case ClientHeartbeat():
                 pass
             case Call():
-                self._clients.send(client, self._answer(message))
+                self._clients.send(client, self._answer(client, message))
             case _:
                 self._core.handle(client, message, time.monotonic())
 
@@ -184,14 +185,21 @@ class SchedulerProcess:
         elif self._info is not None:
             self._clients.send(client, Welcome(self._info))
 
-    def _answer(self, call: Call) -> Answer:
+    def _answer(self, client: bytes, call: Call) -> Answer:
+        reader = None if self._clients.sees_all(client) else key_of(client)
+        if reader is not None and call.what in ("view", "tenants"):
+            text = (
+                f"{call.what} tells of all clients, and this key is not an operator's "
+                "(deepinfer keys --client NAME --operator makes one)"
+            )
+            return Answer(call.call_id, error=text)
         match call.what:
             case "stats":
                 return Answer(call.call_id, numbers=self._stats())
             case "health":
                 return self._health(call.call_id)
             case "story":
-                story = self._core.story(call.request_id)
+                story = self._core.story(call.request_id, reader)
                 if story is None:
                     return Answer(
                         call.call_id, error=f"no story of request {shown(call.request_id)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
@@ -20,6 +21,37 @@ long prompts at the front keep a short one behind them from the share that ``spl
 
 SHORT_SHARE = 4
 """The prompt that is nearest to its end gets at least one part in so many of the prefill budget."""
+
+
+class Places:
+    """How many requests wait, by who asked for them, and whether there is room for one more."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.taken: Counter[bytes | str] = Counter()
+
+    def has_room(self, asker: bytes | str, limit: int) -> bool:
+        """Whether one more may wait.
+
+        Where ``limit`` wait already that is so only for who has less than an equal share of it, up
+        to twice as many in all: whoever fills the queue keeps nobody else out.
+        """
+        if self.total < limit:
+            return True
+        askers = len(self.taken) + (asker not in self.taken)
+        return self.total < 2 * limit and self.taken[asker] < max(1, limit // askers)
+
+    def take(self, asker: bytes | str) -> None:
+        """One of the asker's requests waits from now on."""
+        self.total += 1
+        self.taken[asker] += 1
+
+    def leave(self, asker: bytes | str) -> None:
+        """One of them waits no longer."""
+        self.total -= 1
+        self.taken[asker] -= 1
+        if not self.taken[asker]:
+            del self.taken[asker]
 
 
 class WaitingQueue:
@@ -41,6 +73,8 @@ class WaitingQueue:
     def __init__(self, by_priority: bool) -> None:
         self.by_priority = by_priority
         self._entries: list[tuple[tuple[float, int, int], Sequence]] = []
+        self.places = {False: Places(), True: Places()}
+        """Those of new requests, and those of resubmitted ones."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -97,12 +131,14 @@ class WaitingQueue:
         sequence.queued_at = now
         # Keys are unique, so a comparison never reaches the sequence.
         insort(self._entries, (sequence.queue_key, sequence))
+        self.places[sequence.resubmitted].take(sequence.asker)
 
     def remove(self, sequence: Sequence, now: float) -> None:
         """Take out a sequence that is admitted or has ended, and count how long it waited."""
         at = bisect_left(self._entries, (sequence.queue_key,))
         assert self._entries[at][1] is sequence, f"{sequence.request_id!r} is not in the queue"
         del self._entries[at]
+        self.places[sequence.resubmitted].leave(sequence.asker)
         sequence.waited_s += now - sequence.queued_at
 
 

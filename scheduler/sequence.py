@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from deepinfer.scheduler.story import Detail, Story
+from deepinfer.scheduler.client_names import asker_of, key_of
+from deepinfer.scheduler.story import Detail, Story, Whose
 from deepinfer.wire.params import SamplingParams
 
 
@@ -77,6 +78,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "arrival_number",
+        "asker",
         "cached_tokens",
         "charged",
         "chosen",
@@ -99,6 +101,7 @@ class Sequence:
         "queued_at",
         "recomputed_tokens",
         "request_id",
+        "resubmitted",
         "salt",
         "slot",
         "status",
@@ -129,6 +132,7 @@ class Sequence:
         deadline: float | None,
         user_id: str = "",
         tenant: int = 0,
+        resubmitted: bool = False,
     ) -> None:
         self.client = client
         self.client_index = client_index
@@ -136,6 +140,8 @@ class Sequence:
         self.key = key
         self.request_id = request_id
         self.user_id = user_id
+        self.resubmitted = resubmitted
+        self.asker = asker_of(client, user_id)
         self.params = params
         self.stop_ids = frozenset(params.stop_token_ids or ())
         self.priority = priority
@@ -147,7 +153,7 @@ class Sequence:
         self.tokens = prompt + output
         self.status = Status.WAITING
         self.slot = -1
-        self.story = Story(arrival)
+        self.story = Story(arrival, Whose(request_id, user_id, key_of(client)))
 
         # Waiting: when it entered the queue, how long it has waited in all, where it stands.
         self.queued_at = arrival

@@ -600,9 +600,19 @@ def test_keys_are_made_and_none_is_overwritten(deepinfer: Cli, tmp_path: Path) -
     secret = folder / "clients" / "anna.key"
     assert str(secret) in out
     assert secret.read_text().strip() not in out
+    status, out, _ = deepinfer("keys", folder, "--client", "root", "--operator")
+    assert status == 0
+    assert str(folder / "operators" / "root.pub") in out and "into operators/" in out
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert len(before) == 4
-    for argv, named in (([], "server.key"), (["--client", "anna"], "anna.pub")):
+    assert len(before) == 6
+    status, _, err = deepinfer("keys", folder, "--operator")
+    assert status == 2
+    assert "--client" in err
+    for argv, named in (
+        ([], "server.key"),
+        (["--client", "anna"], "anna.pub"),
+        (["--client", "root"], "root.pub"),
+    ):
         status, _, err = deepinfer("keys", folder, *argv)
         assert status == 1
         assert named in err

@@ -204,10 +204,9 @@ def test_the_oldest_of_a_tenant_is_never_pushed_out_and_the_youngest_is() -> Non
     assert engine.steps_to_first_token(first) == 1
     assert [request.num_preemptions for request in flood[:3]] == [0, 0, 0]
     story = engine.story(flood[2])
-    assert story["preempted"].detail["by"] == first.request_id
-    assert story["preempted"].detail["why"] == (
-        "tenant 'a' had more than its share and more than tenant 'b'"
-    )
+    made_way = story["preempted"].detail
+    assert (made_way["by"], made_way["by_user"]) == (first.request_id, "b")
+    assert made_way["why"] == "its tenant had more than its share and more than the other one"
     # 'b' has one slot of three, another one would be more than its share.
     second = engine.ask("b", 20, 4)
     assert engine.steps_to_first_token(second) > 5
@@ -372,7 +371,10 @@ def test_stories_say_who_was_passed_over_by_whom_and_why() -> None:
     assert "why" not in engine.story(flood[0])["admitted"].detail, "nobody else was there"
     assert engine.story(late)["admitted"].detail["why"].startswith("tenant 'b' was served least")
     over = engine.story(flood[1])["passed_over"].detail
-    assert over["by"] == late.request_id and over["why"].startswith("tenant 'b' was served less")
+    assert (over["by"], over["by_user"]) == (late.request_id, "b")
+    assert (
+        over["by_counter"] < over["counter"] and over["why"] == "the other tenant was served less"
+    )
     for request in (flood[0], flood[2], late):
         assert "passed_over" not in engine.story(request)
 

@@ -8,6 +8,7 @@ import tracemalloc
 
 import pytest
 
+from deepinfer.scheduler.client_names import keyed_name
 from deepinfer.scheduler.clients import MAX_EARLY_ABORTS
 from deepinfer.scheduler.core import Core
 from deepinfer.scheduler.planner import MAX_ADMIT_BYTES
@@ -368,3 +369,92 @@ def test_a_story_says_what_happened_and_stays_bounded() -> None:
     assert engine.core.story("nobody") is None
     times = [event.at_ms for event in story]
     assert times == sorted(times)
+
+
+def test_who_has_a_key_reads_the_stories_of_this_key_and_nothing_of_others() -> None:
+    """SEC-01: one id of two keys is two requests, and another's is not named in one's own."""
+    engine = driver(max_num_seqs=1, policy="priority", stop_preempted_request=False)
+    anna, ben = (name * 40 for name in (b"a", b"b"))
+
+    def ask(key: bytes, request_id: str, **fields: object) -> Request:
+        client = keyed_name(key, request_id.encode())
+        request = engine.add([5], greedy(6), client=client, request_id=request_id, **fields)
+        engine.step()
+        engine.step()
+        return request
+
+    def preempted(reader: bytes | None) -> list[dict[str, object]]:
+        events = engine.core.story("same", reader)
+        assert events is not None
+        return [event.detail for event in events if event.event == "preempted"]
+
+    def hold_apart() -> None:
+        own, foreign = preempted(anna)
+        assert (own["by"], own["by_user"]) == ("first", "u")
+        assert foreign["by"] == "another client's request"
+        assert "by_user" not in foreign
+        assert preempted(ben) == []
+        assert engine.core.story("first", ben) is engine.core.story("same", b"c" * 40) is None
+
+    ask(anna, "same", priority=9)
+    ask(anna, "first", user_id="u")
+    while engine.core.stats()["waiting"]:
+        engine.step()
+    ask(ben, "same", user_id="v")
+    hold_apart()
+    assert preempted(None) == [], "of all, the latest of this id"
+    engine.run()
+    hold_apart()
+    assert [(told["by"], told["by_user"]) for told in preempted(None)] == [
+        ("first", "u"), ("same", "v")
+    ]  # fmt: skip
+
+
+# ---- places in the queue ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@pytest.mark.parametrize("resubmitted", [False, True])
+@pytest.mark.parametrize("by_key", [False, True])
+def test_who_fills_the_queue_keeps_nobody_else_out(
+    policy: str, resubmitted: bool, by_key: bool
+) -> None:
+    """ZMQ-01: nor by saying that its requests are from before a failover, nor by other names."""
+    engine = driver(max_num_seqs=2, max_queue_len=6, policy=policy)
+    numbers = iter(range(1000))
+
+    def ask(who: str) -> Request:
+        number = next(numbers)
+        if by_key:
+            client, user = keyed_name(who.encode() * 40, b"%d" % number), f"{who}{number}"
+        else:
+            client, user = b"%d" % number, who
+        return engine.add(
+            [5], greedy(3), client=client, user_id=user, resubmitted=resubmitted,
+            request_id=f"{number}",
+        )  # fmt: skip
+
+    def fill(who: str) -> int:
+        count = 0
+        while ask(who).refused is None:
+            count += 1
+        return count
+
+    limit = 2 * 6 + 2 if resubmitted else 6
+    assert fill("a") == limit
+    assert fill("b") == limit // 2
+    assert fill("c") == limit // 3
+    assert limit + limit // 2 + limit // 3 + fill("d") == 2 * limit, "and no more in all"
+    assert fill("e") == 0
+    engine.run()
+    assert fill("a") == limit
+    engine.run()
+    engine.hold_idle()
+
+
+def test_a_user_without_a_name_is_its_connection() -> None:
+    engine = driver(max_num_seqs=1, max_queue_len=2)
+    asked = [engine.add([5], greedy(3), client=client) for client in (b"1", b"1", b"1", b"2")]
+    assert [request.refused is None for request in asked] == [True, True, False, True]
+    engine.run()
+    engine.hold_idle()

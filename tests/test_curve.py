@@ -13,7 +13,7 @@ import pytest
 
 from deepinfer import AsyncEngine, Client, SamplingParams
 from deepinfer.frontend import connection
-from deepinfer.frontend.errors import EngineDownError
+from deepinfer.frontend.errors import EngineDownError, EngineError
 from deepinfer.wire import messages
 from deepinfer.wire.columns import pack_int32, unpack_int32, unpack_uint32
 from deepinfer.wire.messages import (
@@ -35,6 +35,7 @@ from support.streams import token_ids
 pytestmark = pytest.mark.process
 
 SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+OTHER = ("another client's request", None)
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, seed=0)
 
 
@@ -74,6 +75,65 @@ async def test_a_client_with_a_key_has_all_of_the_engine(folder, keys) -> None:
         assert (await client.health())["ok"]
         # The owner's socket is its own still.
         assert await token_ids(engine, [7, 8], SHORT) == folder.reference([7, 8], 20)
+
+
+async def test_a_client_sees_its_own_requests_and_an_operator_all(folder, keys) -> None:
+    """SEC-01: stories by the key, whatever the connection; what shows everybody is refused."""
+    async with (
+        keyed(folder, keys, max_num_seqs=1, policy="priority") as engine,
+        Client(engine.args.endpoint, **keys.client("anna")) as anna,
+        Client(engine.args.endpoint, **keys.client("anna")) as hers_too,
+        Client(engine.args.endpoint, **keys.client("ben")) as ben,
+        Client(engine.args.endpoint, **keys.client("ops", operator=True)) as ops,
+    ):
+        with folder.held(after=1):
+            stream = anna.generate([1, 2], SHORT, request_id="hers", priority=5)
+            await anext(stream)
+            his = asyncio.ensure_future(token_ids(ben, [3], SHORT, request_id="his", user_id="b"))
+            while (await engine.stats())["waiting"] < 1:
+                await asyncio.sleep(0)
+            with pytest.raises(KeyError, match="no story of request 'hers'"):
+                await ben.trace("hers")
+        assert [out async for out in stream][-1].finished
+        await his
+
+        async def preempted(reader: AsyncEngine | Client) -> tuple[object, object]:
+            told = {event.event: event.detail for event in await reader.trace("hers")}["preempted"]
+            return told["by"], told.get("by_user")
+
+        assert await preempted(anna) == await preempted(hers_too) == OTHER
+        assert await preempted(ops) == await preempted(engine) == ("his", "b")
+        for reader, request_id in ((ben, "hers"), (anna, "his")):
+            with pytest.raises(KeyError, match="no story of request"):
+                await reader.trace(request_id)
+        for reader in (anna, ben):
+            for call in (reader.view, reader.tenants):
+                with pytest.raises(EngineError, match="this key is not an operator's"):
+                    await call()
+            assert (await reader.stats())["accepted"] == 2 and (await reader.health())["ok"]
+        for reader in (ops, engine):
+            ended = {end.request_id for end in (await reader.view()).ended}
+            assert ended == {"hers", "his"} and "b" in await reader.tenants()
+
+
+async def test_a_client_becomes_an_operator_by_the_folder_of_its_key(folder, keys) -> None:
+    own = keys.client("anna")
+    async with keyed(folder, keys) as engine, Client(engine.args.endpoint, **own) as anna:
+        (keys.path / "operators").mkdir()
+        for kind, sees in (("operators", True), ("clients", False)):
+            other = keys.path / ("clients" if sees else "operators")
+            (other / "anna.pub").rename(keys.path / kind / "anna.pub")
+            async with asyncio.timeout(20):
+                while True:
+                    try:
+                        await anna.view()
+                    except EngineError:
+                        if not sees:
+                            break
+                    else:
+                        if sees:
+                            break
+        assert await token_ids(anna, [1], SHORT) == folder.reference([1], 20)
 
 
 async def test_keys_are_given_as_text_or_as_files(folder, keys) -> None:

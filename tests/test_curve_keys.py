@@ -89,6 +89,25 @@ def test_keys_that_come_go_or_change_are_noticed(keys) -> None:
     assert one not in allowed
 
 
+def test_an_operator_is_who_has_its_key_among_them(keys, caplog) -> None:
+    allowed = AllowedKeys(keys.path)
+    assert not allowed.is_operator(keys.raw("one").public)
+    secret = make_client_keys(keys.path, "ops", operator=True)
+    assert secret.parent == keys.path / "operators"
+    assert stat.S_IMODE(secret.parent.stat().st_mode) == 0o700
+    public = secret.with_suffix(".pub").read_bytes().strip()
+    assert allowed.refresh()
+    assert public in allowed and allowed.is_operator(public)
+    assert not allowed.is_operator(keys.raw("one").public)
+    for operator in (False, True):
+        with pytest.raises(FileExistsError, match="ops.pub"):
+            make_client_keys(keys.path, "ops", operator=operator)
+    secret.with_suffix(".pub").rename(keys.path / "clients" / "ops.pub")
+    assert allowed.refresh()
+    assert public in allowed and not allowed.is_operator(public)
+    assert not caplog.text
+
+
 def test_what_cannot_be_read_lets_nobody_in(keys, caplog) -> None:
     one = keys.raw("one").public
     folder = keys.path / "clients"

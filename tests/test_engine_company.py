@@ -170,6 +170,7 @@ FILTERS = [{}, {"top_k": 1}, {"top_p": 0.5}, {"logit_bias": {7: 50.0}}, {"temper
 
 
 async def test_logprobs_are_sorted_complete_and_raw_whatever_filters_apply(folder) -> None:
+    """LP-02, by the Python client."""
     async with AsyncEngine(folder.args()) as engine:
         for k, fields in product([0, 1, 5, 20], FILTERS):
             params = SamplingParams(logprobs=k, max_tokens=10, seed=3, ignore_eos=True, **fields)

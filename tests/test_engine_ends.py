@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from deepinfer import AsyncEngine, SamplingParams
+from deepinfer import AsyncEngine, Client, SamplingParams
+from support.curve import KeyFolder, free_endpoint
 from support.scripted_engine import ScriptedFolder
 from support.streams import end, outputs, text, token_ids, tokens
 
@@ -23,10 +24,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ScriptedFolder:
     return ScriptedFolder(tmp_path_factory.mktemp("scripted"))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(folder: ScriptedFolder) -> AsyncIterator[AsyncEngine]:
-    async with AsyncEngine(folder.args()) as engine:
-        yield engine
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["embedded", "client"])
+async def engine(
+    request, folder: ScriptedFolder, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[AsyncEngine | Client]:
+    """An engine of the app's own, or one that is reached over tcp, with keys."""
+    if request.param == "embedded":
+        async with AsyncEngine(folder.args()) as engine:
+            yield engine
+        return
+    keys, endpoint = KeyFolder(tmp_path_factory.mktemp("keys") / "keys"), free_endpoint()
+    async with (
+        AsyncEngine(folder.args(endpoint=endpoint, curve_keys=str(keys.path))),
+        Client(endpoint, **keys.client("one")) as client,
+    ):
+        yield client
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["sync-4", "async-16"])
@@ -90,6 +102,7 @@ async def test_a_character_cut_in_its_middle_reads_as_the_full_decode(engine, fo
 async def test_every_sample_ends_exactly_once_with_the_rule_that_fired(
     engine, folder, kind, n
 ) -> None:
+    """FIN-01 and USG-01, by the Python client."""
     eos = folder.tokenizer.eos_token_id
     abc = folder.tokenizer.encode("abc", add_special_tokens=False)
     common = {"n": n, "max_tokens": len(abc) + 2, "temperature": 0}
@@ -111,6 +124,9 @@ async def test_every_sample_ends_exactly_once_with_the_rule_that_fired(
         own = [out for out in outs if out.index == index]
         assert [out.finished for out in own] == [False] * (len(own) - 1) + [True]
         assert end(own) == expected
+        assert {out.prompt_len for out in own} == {2}
+        assert own[-1].num_output_tokens == len(own)
+        assert all(out.cached_tokens <= out.prompt_len for out in own)
     if kind == "empty":
         assert text(outs) == ""
 
@@ -139,6 +155,7 @@ async def test_prompt_and_output_never_exceed_the_limit(small_engine, folder, le
 
 
 async def test_a_prompt_above_the_limit_is_refused_by_name(small_engine, folder) -> None:
+    """ERR-01, by the Python client: before anything is sent, with the limit and the count."""
     neighbour = asyncio.create_task(token_ids(small_engine, [4, 5], NEIGHBOUR))
     with pytest.raises(ValueError, match="prompt has 17 tokens, the limit is 16"):
         await outputs(small_engine, list(range(17)))
@@ -163,10 +180,15 @@ def bad_prompts(vocab_size: int) -> list[object]:
 
 
 async def test_a_bad_prompt_is_refused_and_disturbs_nobody(engine, folder) -> None:
+    """LIM-01 and ERR-02, by the Python client: ``ValueError``, before anything is sent."""
     neighbour = asyncio.create_task(token_ids(engine, [4, 5], NEIGHBOUR))
     for prompt in bad_prompts(folder.script["vocab_size"]):
         with pytest.raises(ValueError, match=r"prompt|message|content|role|chat"):
             await outputs(engine, prompt)
+    for max_tokens in (0, -1, None, 1.5):
+        with pytest.raises(ValueError, match="max_tokens"):
+            await outputs(engine, [4], SamplingParams(max_tokens=max_tokens, prompt_logprobs=1))
+    assert len(await outputs(engine, " ", SamplingParams(max_tokens=1))) == 1
     assert await neighbour == folder.reference([4, 5], 12)
     assert (await engine.stats())["live"] == 0
 

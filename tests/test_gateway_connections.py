@@ -206,6 +206,7 @@ async def test_a_slow_request_is_turned_away(tmp_path, monkeypatch) -> None:
 async def test_a_reader_that_stops_loses_its_stream_and_nobody_else_waits(
     tmp_path, monkeypatch
 ) -> None:
+    """ZMQ-01 over HTTP."""
     monkeypatch.setattr(http_protocol, "UNREAD_S", 0.5)
     folder = ScriptedFolder(tmp_path, max_model_len=60_000)
     async with (

@@ -124,7 +124,7 @@ async def test_the_story_says_who_left(folder) -> None:
                     return last["event"] == "ended"
 
                 await eventually(ended)
-        assert last["detail"]["reason"] == "abort", last
+        assert (last["detail"]["reason"], last["detail"]["detail"]) == ("abort", "disconnect")
 
 
 # ---- a server that stops ------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def wait_until_refused(server: Served) -> None:
 
 
 def test_a_full_queue_is_a_rate_limit_error(folder) -> None:
-    """Some of ten are refused as retryable at once; the others wait and are served."""
+    """ZMQ-01 over HTTP: some of ten are refused as retryable, the others wait and are served."""
     refused: queue.Queue[openai.RateLimitError] = queue.Queue()
     texts: dict[int, str] = {}
     with served(folder, "--max-num-seqs", "1", "--max-queue-len", "2") as server:

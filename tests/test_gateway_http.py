@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
+import socket
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from deepinfer.frontend.gateway.server import serve
 from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
 from support.served import Served, events, post, served
@@ -297,6 +304,113 @@ def test_values_out_of_range_name_their_field(http, path: str, fields: dict, par
     """LIM-01, VAL-01, VAL-02 over HTTP."""
     base = {TEXT: {"prompt": "a"}, CHAT: {"messages": MESSAGES}}.get(path, {})
     assert error(http.post(path, json={**base, **fields}), 400)["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_and_answers_of_the_least_length(http, server, stream: bool) -> None:
+    """LIM-01: nothing to begin with is refused, one token is one, and a neighbour notices nothing.
+
+    The tokenizer has no token that begins a text: an empty prompt would be no token at all.
+    """
+    tokenizer = server.folder.tokenizer
+    assert tokenizer.encode("") == []
+    empty = [{"prompt": each} for each in ("", [""], [[]], [], None, ["a", ""], [[5], []])]
+    zero = [0, -1, -(2**63)]
+    refused = [(TEXT, body) for body in [*empty, {}]] + [(CHAT, {"messages": []}), (CHAT, {})]
+    refused += [(TEXT, {"prompt": "a", "max_tokens": count}) for count in zero]
+    refused += [
+        (TEXT, {"prompt": "a", "max_tokens": count, "echo": True, "logprobs": 1}) for count in zero
+    ]
+    refused += [
+        (CHAT, {"messages": MESSAGES, name: count})
+        for name in ("max_tokens", "max_completion_tokens")
+        for count in zero
+    ]
+
+    def answer(path: str, **body: Any) -> tuple[list[str], list[str | None]]:
+        """The texts of a call's choice, piece by piece, and its finish reasons."""
+        got = http.post(path, json={**body, "temperature": 0, "stream": stream})
+        assert got.status_code == 200, got.text
+        parts = events(got.text)[:-1] if stream else [got.json()]
+        choices = [part["choices"][0] for part in parts]
+        if path == TEXT:
+            texts = [choice["text"] for choice in choices]
+        else:
+            said = [choice["delta" if stream else "message"] for choice in choices]
+            texts = [each.get("content", "") for each in said]
+        return texts, [choice["finish_reason"] for choice in choices]
+
+    def reference(prompt: list[int], count: int) -> str:
+        return tokenizer.decode(server.folder.reference(prompt, count))
+
+    with ThreadPoolExecutor(1) as pool:
+        neighbour = pool.submit(answer, TEXT, prompt=[5, 6], max_tokens=900)
+        for path, body in refused:
+            got = error(http.post(path, json={**body, "stream": stream}), 400)
+            assert got["type"] == "invalid_request_error"
+            assert got["param"] in ("prompt", "messages", "max_tokens"), body
+        space = tokenizer.encode(" ")
+        texts, reasons = answer(TEXT, prompt=" ", max_tokens=1)
+        assert "".join(texts) == reference(space, 1) and reasons[-1] == "length"
+        texts, _ = answer(TEXT, prompt=" ", max_tokens=1, echo=True, logprobs=1)
+        assert "".join(texts) == " " + reference(space, 1)
+        texts, _ = answer(TEXT, prompt=" ", max_tokens=None)
+        assert "".join(texts) == reference(space, 16), "OpenAI's default"
+        chat = tokenizer.render_chat(MESSAGES)
+        texts, reasons = answer(CHAT, messages=MESSAGES, max_tokens=1)
+        assert "".join(texts) == reference(chat, 1) and reasons[-1] == "length"
+        texts, reasons = answer(CHAT, messages=MESSAGES, max_tokens=None)
+        assert "".join(texts) == reference(chat, 1024 - len(chat)) and reasons[-1] == "length"
+        texts, reasons = neighbour.result()
+        assert "".join(texts) == reference([5, 6], 900) and reasons[-1] == "length"
+
+
+class Sentinel:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (self.path, "w"))
+
+
+def test_pickles_and_strangers_find_nothing(http, server, tmp_path) -> None:
+    """SEC-01: one loopback port and sockets in private folders, and no body is executed."""
+    listening, sockets = [], []
+    processes = [psutil.Process(server.process.pid)]
+    processes += processes[0].children(recursive=True)
+    for process in processes:
+        for each in process.net_connections("all"):
+            if each.status == psutil.CONN_LISTEN:
+                listening.append((each.laddr.ip, each.laddr.port))
+            elif each.family == socket.AF_UNIX and str(each.laddr).startswith("/"):
+                sockets.append(Path(each.laddr))
+    assert listening == [server.address], "nothing listens beyond this machine"
+    assert sockets
+    for path in sockets:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    sentinel = tmp_path / "sentinel"
+    evil = pickle.dumps(Sentinel(str(sentinel)))
+    for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
+        for kind in ("application/json", "application/octet-stream", "application/x-pickle"):
+            got = http.post(path, content=evil, headers={"content-type": kind})
+            error(got, 400 if kind == "application/json" else 415)
+        text = base64.b64encode(evil).decode()
+        chat = {"messages": [{"role": "user", "content": text}]}
+        got = http.post(path, json=chat if path == CHAT else {"prompt": text})
+        assert got.status_code in (200, 400)
+    still_right(server)
+    assert not sentinel.exists()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_an_address_beyond_this_machine_needs_keys_or_a_word(server, host: str) -> None:
+    """SEC-01: it is refused before anything starts."""
+    with pytest.raises(ValueError, match="can be reached by others: give --tenants"):
+        serve(
+            server.folder.args(), host, 0, ["m"], None,
+            usage_ledger=None, open_to_all=False, max_body_bytes=1, on_ready=pytest.fail,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

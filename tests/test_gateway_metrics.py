@@ -142,6 +142,44 @@ async def test_gauges_and_rejections_are_those_of_the_tenants(tmp_path: Path) ->
     assert value(read["deepinfer_waiting_requests"], tenant="acme") == 0
 
 
+async def test_counters_only_grow_whoever_is_removed_or_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    acme = f'[tenants.acme]\nkeys = ["{digest_of("di-acme")}"]\nmax_concurrent = 1\n'
+    other = "[tenants.other]\nkeys = []\n"
+    path.write_text(acme + other)
+    tenants = Tenants.from_file(path)
+    metrics = Metrics(tenants)
+
+    async def refuse_one() -> float:
+        tenant = tenants.identify("Bearer di-acme")
+        running = await tenant.enter()
+        with pytest.raises(ApiError):
+            await tenant.enter()
+        tenant.leave(running)
+        return refused()
+
+    def refused() -> float:
+        rejected = families(metrics)["deepinfer_rejected_requests_total"]
+        return value(rejected, tenant="acme", reason="max_concurrent")
+
+    def served(**tokens: float) -> float:
+        metrics.served({name: {"served_tokens": count} for name, count in tokens.items()})
+        return value(families(metrics)["deepinfer_served_tokens_total"], tenant="acme")
+
+    assert await refuse_one() == 1
+    assert served(acme=10, other=5) == 10
+    path.write_text(other)
+    assert tenants.reload_if_changed()
+    assert refused() == 1 and served(acme=12) == 12
+    path.write_text(acme + other + "# again\n")
+    assert tenants.reload_if_changed()
+    assert await refuse_one() == 2
+    assert served() == 12
+    assert served(acme=3, stranger=1) == 15, "the engine had forgotten it"
+    told = families(metrics)["deepinfer_served_tokens_total"]
+    assert {sample.labels["tenant"] for sample in told.samples} == {"acme", "other"}
+
+
 def test_an_engine_that_does_not_answer_is_down_and_its_numbers_are_missing() -> None:
     read = families(Metrics(Tenants.anonymous()), None)
     assert value(read["deepinfer_engine_up"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,10 +20,11 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deepinfer.frontend.gateway.tenants import new_key
+from deepinfer import AsyncEngine
+from deepinfer.frontend.gateway.tenants import Tenants, new_key
 from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder
-from support.served import MODEL, Served, events, post, served
+from support.served import MODEL, Served, events, eventually, in_process, post, served
 
 pytestmark = pytest.mark.process
 
@@ -108,6 +110,62 @@ def test_a_story_is_its_tenants_own(server) -> None:
     assert told[0] == "arrived" and told[-1] == "ended"
     with as_tenant(server, "alice") as http:
         assert http.get(f"/v1/requests/{request_id}/story").status_code == 404
+
+
+async def test_a_story_names_no_other_tenant(tmp_path) -> None:
+    """SEC-01: who passed a request over, or took its slot, is named to operators only."""
+    folder = ScriptedFolder(tmp_path / "m")
+    tenants = Tenants.from_file(tenants_file(tmp_path / "tenants.toml", root="operator = true"))
+    args = folder.args(policy="fair", max_num_seqs=2, stop_preempted_request=False)
+    async with AsyncEngine(args) as engine, in_process(engine, tenants) as url:
+        own, other, operator = (
+            httpx.AsyncClient(
+                base_url=url,
+                timeout=PATIENCE_S,
+                headers={"authorization": f"Bearer {KEYS[name][0]}"},
+            )
+            for name in ("alice", "bob", "root")
+        )
+
+        async def ask(http: httpx.AsyncClient, request_id: str, length: int) -> None:
+            body = {"prompt": [length, 7], "max_tokens": length, "ignore_eos": True}
+            headers = {"x-request-id": request_id}
+            answer = await http.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+
+        async def told(http: httpx.AsyncClient, path: str) -> tuple[str, dict[str, Any]]:
+            answer = await http.get(path)
+            events = answer.json()["events"]
+            return answer.text, {event["event"]: event["detail"] for event in events}
+
+        async def are(name: str, count: int) -> bool:
+            return (await engine.stats())[name] == count
+
+        async with own, other, operator:
+            with folder.held(after=1):
+                asked = [asyncio.ensure_future(ask(own, "first", 60))]
+                await eventually(lambda: are("output_tokens", 1))
+                asked += [asyncio.ensure_future(ask(own, f"more{n}", 60)) for n in range(3)]
+                await eventually(lambda: are("accepted", 4))
+                asked.append(asyncio.ensure_future(ask(other, "secret", 5)))
+                await eventually(lambda: are("accepted", 5))
+            await asyncio.gather(*asked)
+            seen = set()
+            for name in ("first", "more0", "more1", "more2"):
+                text, mine = await told(own, f"/v1/requests/cmpl-{name}/story")
+                assert "bob" not in text and "secret" not in text
+                engine_id = f"alice%2Fcmpl-{name}"
+                _, whole = await told(operator, f"/v1/engine/requests/{engine_id}/story")
+                for event, detail in whole.items():
+                    if "by_user" in detail:
+                        seen.add(event)
+                        assert (detail["by"], detail["by_user"]) == ("bob/cmpl-secret", "bob")
+                        assert mine[event]["by"] == "another tenant's request"
+                        assert mine[event]["why"] == detail["why"]
+                        assert not any(name.startswith("by_") for name in mine[event])
+                    else:
+                        assert mine[event] == detail
+            assert seen, "nobody made way for the other tenant"
 
 
 def test_one_id_of_two_tenants_is_two_requests(server) -> None:

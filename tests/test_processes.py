@@ -346,6 +346,7 @@ def junk_frames(sentinel: Path) -> list[bytes]:
 
 
 async def test_junk_on_any_socket_is_counted_and_dropped(folder, tmp_path) -> None:
+    """SEC-01."""
     sentinel = tmp_path / "sentinel"
     frames = junk_frames(sentinel)
     async with AsyncEngine(folder.args()) as engine:
@@ -369,6 +370,7 @@ async def test_junk_on_any_socket_is_counted_and_dropped(folder, tmp_path) -> No
 
 
 async def test_sockets_lie_in_a_private_directory(folder) -> None:
+    """SEC-01: nothing listens on a network, and nobody else reaches the sockets."""
     async with AsyncEngine(folder.args()):
         [directory] = directories()
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -382,6 +384,7 @@ async def test_sockets_lie_in_a_private_directory(folder) -> None:
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5757", "tcp://*:5757", "tcp://example.org:1"])
 async def test_an_endpoint_beyond_this_machine_is_refused(folder, endpoint) -> None:
+    """SEC-01."""
     with pytest.raises(ValueError, match="loopback"):
         await AsyncEngine(folder.args(endpoint=endpoint)).start()
     with pytest.raises(ValueError, match="loopback"):

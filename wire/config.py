@@ -62,7 +62,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     curve_keys: str | None = None
     """Folder of `deepinfer keys`: only clients with a key, also beyond this machine, over tcp."""
     max_queue_len: int = 16384
-    """Requests that may wait; more are refused with a retry-later error."""
+    """Requests that may wait; more are refused (retry later), but who has few finds room still."""
     heartbeat_timeout_s: float = 10.0
     """A process or client silent for longer counts as dead; at least 2: all speak every second."""
     drain_timeout_s: float = 30.0

@@ -1,7 +1,8 @@
 """Keys of CURVE, ZeroMQ's encryption and authentication: their files, and who may speak.
 
 A folder of ``deepinfer keys`` holds ``server.key`` (the engine's secret), ``server.pub`` (which its
-clients need) and ``clients/NAME.pub`` for each client that may speak. A key is 32 bytes, in a file
+clients need) and ``clients/NAME.pub`` for each client that may speak; in ``operators/`` instead of
+``clients/`` it may also see what concerns others. A key is 32 bytes, in a file
 and on a command line 40 characters of Z85 (ZeroMQ RFC 32).
 """
 
@@ -24,6 +25,7 @@ MAX_CLIENT_KEYS = 4096
 """Public keys that are read of a folder."""
 
 KEY_CHARS = 40
+CLIENTS, OPERATORS = "clients", "operators"
 _MAX_FILE_BYTES = 256
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _Z85 = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -49,9 +51,10 @@ def make_server_keys(folder: Path) -> bytes:
     return public
 
 
-def make_client_keys(folder: Path, name: str) -> Path:
+def make_client_keys(folder: Path, name: str, *, operator: bool = False) -> Path:
     """Let one more client in; return the file of its secret key, which belongs on its machine.
 
+    An ``operator`` may also see other clients' requests.
     ``ValueError`` when the name is not fit for a file, ``FileExistsError`` when it is taken.
     """
     if not _NAME.fullmatch(name):
@@ -60,13 +63,15 @@ def make_client_keys(folder: Path, name: str) -> Path:
             f"begins with no dot or dash, got {shown(name)}"
         )
     _make_folders(folder)
-    clients = folder / "clients"
-    if (clients / f"{name}.pub").exists():
-        raise FileExistsError(17, "this client has a key", str(clients / f"{name}.pub"))
+    for there in (folder / CLIENTS, folder / OPERATORS):
+        if (there / f"{name}.pub").exists():
+            raise FileExistsError(17, "this client has a key", str(there / f"{name}.pub"))
+    own = folder / (OPERATORS if operator else CLIENTS)
+    own.mkdir(mode=0o700, exist_ok=True)
     public, secret = zmq.curve_keypair()
-    _write_new(clients / f"{name}.key", secret)
-    _replace(clients / f"{name}.pub", public)
-    return clients / f"{name}.key"
+    _write_new(own / f"{name}.key", secret)
+    _replace(own / f"{name}.pub", public)
+    return own / f"{name}.key"
 
 
 def server_secret(folder: str | Path) -> bytes:
@@ -98,20 +103,27 @@ _Stamp = tuple[int, int, int]
 
 
 class AllowedKeys:
-    """The public keys in ``FOLDER/clients/*.pub``, as Z85; ``refresh`` notices what changed.
+    """The public keys in ``clients/*.pub`` and ``operators/*.pub`` of a folder, as Z85.
+
+    ``refresh`` notices what changed.
 
     A look costs about 3 microseconds for each file, and reading one that changed 15.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder) / "clients"
+        self._folder = Path(folder)
         self._stamps: dict[str, _Stamp] = {}
         self._by_file: dict[str, bytes | None] = {}
         self._keys: frozenset[bytes] = frozenset()
+        self._operators: frozenset[bytes] = frozenset()
         self.refresh()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys
+
+    def is_operator(self, key: bytes) -> bool:
+        """Whether a key may see what concerns other clients."""
+        return key in self._operators
 
     def refresh(self) -> bool:
         """Look at the files again; return whether one came, went or changed.
@@ -128,7 +140,11 @@ class AllowedKeys:
             log.warning("the keys of clients cannot be looked at: %s", error)
             return False
         self._stamps, self._by_file = stamps, by_file
-        self._keys = frozenset(key for key in by_file.values() if key is not None)
+        known = {name: key for name, key in by_file.items() if key is not None}
+        self._keys = frozenset(known.values())
+        self._operators = frozenset(
+            key for name, key in known.items() if name.startswith(f"{OPERATORS}/")
+        )
         return True
 
     def _key_in(self, name: str, stamp: _Stamp) -> bytes | None:
@@ -142,9 +158,13 @@ class AllowedKeys:
             return None
 
     def _look(self) -> dict[str, _Stamp]:
+        # In this order: a key that moves to the operators meanwhile is found.
+        return self._look_into(CLIENTS) | self._look_into(OPERATORS)
+
+    def _look_into(self, kind: str) -> dict[str, _Stamp]:
         found: dict[str, _Stamp] = {}
         try:
-            with os.scandir(self._folder) as entries:
+            with os.scandir(self._folder / kind) as entries:
                 for entry in entries:
                     if not entry.name.endswith(".pub"):
                         continue
@@ -153,11 +173,15 @@ class AllowedKeys:
                     except OSError:  # removed just now
                         continue
                     if len(found) == MAX_CLIENT_KEYS:
-                        log.warning("%s holds more than %d keys", self._folder, MAX_CLIENT_KEYS)
+                        log.warning(
+                            "%s/%s holds more than %d keys", self._folder, kind, MAX_CLIENT_KEYS
+                        )
                         break
-                    found[entry.name] = (info.st_mtime_ns, info.st_ino, info.st_size)
+                    found[f"{kind}/{entry.name}"] = (info.st_mtime_ns, info.st_ino, info.st_size)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            log.warning("no client gets in: %s", error)
+            # Without operators there is no folder of theirs.
+            if kind == CLIENTS or not isinstance(error, FileNotFoundError):
+                log.warning("no client gets in by %s/: %s", kind, error)
         return found
 
 
@@ -197,7 +221,7 @@ def _read(path: Path) -> bytes:
 def _make_folders(folder: Path) -> None:
     if not folder.exists():
         folder.mkdir(mode=0o700, parents=True)
-    (folder / "clients").mkdir(mode=0o700, exist_ok=True)
+    (folder / CLIENTS).mkdir(mode=0o700, exist_ok=True)
 
 
 def _write_new(path: Path, key: bytes) -> None:

@@ -257,6 +257,11 @@ class StoryEvent(Part):
     event: str
     detail: dict[str, str | int | float]
 
+    def without_other(self, by: str) -> StoryEvent:
+        """Return the event without what it says of another request; ``by`` stands for that one."""
+        own = {name: value for name, value in self.detail.items() if not name.startswith("by_")}
+        return StoryEvent(self.at_ms, self.event, own | {"by": by})
+
 
 class LiveRequest(Part):
     """A request that has not ended.

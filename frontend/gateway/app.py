@@ -215,7 +215,7 @@ class Gateway:
             async with tenant.admit() as admission:
                 record.queued_s = admission.queued_s
                 tenant.spend(answers.usage.prompt_tokens)
-                outputs = self._outputs(tenant, priority, engine_ids, prompts)
+                outputs = self._outputs(call, tenant, priority, engine_ids, prompts)
                 metered = self._metered(outputs, record, tenant)
                 async with aclosing(outputs), aclosing(metered):
                     if ask.stream:
@@ -247,7 +247,12 @@ class Gateway:
             yield prompt, output
 
     async def _outputs(
-        self, tenant: Tenant, priority: int, engine_ids: list[str], prompts: list[PreparedPrompt]
+        self,
+        call: Call,
+        tenant: Tenant,
+        priority: int,
+        engine_ids: list[str],
+        prompts: list[PreparedPrompt],
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield the outputs of all prompts as they come, each with the number of its prompt."""
 
@@ -259,6 +264,7 @@ class Gateway:
                 priority=priority,
                 weight=tenant.weight,
                 cache_salt=tenant.cache_salt,
+                has_left=lambda: call.left,
             )
             return aclosing(outputs)
 
@@ -354,20 +360,27 @@ class Gateway:
     async def _story(self, request: Request) -> Response:
         tenant = self._identify(request.headers.get("authorization"))
         request_id = request.path_params["request_id"]
-        return await self._tell(f"{tenant.name}/{request_id}", request_id)
+        return await self._tell(f"{tenant.name}/{request_id}", request_id, tenant)
 
     async def _any_story(self, request: Request) -> Response:
         """The story of any request, named by the engine's own id as a view shows it."""
-        self._operator(request.headers.get("authorization"))
+        operator = self._operator(request.headers.get("authorization"))
         request_id = request.path_params["request_id"]
-        return await self._tell(request_id, request_id)
+        return await self._tell(request_id, request_id, operator)
 
-    async def _tell(self, engine_id: str, shown_id: str) -> Response:
+    async def _tell(self, engine_id: str, shown_id: str, reader: Tenant) -> Response:
         try:
             events = await self._engine.trace(engine_id)
         except KeyError:
             message = f"no request {shown(shown_id)} runs or has ended lately"
             raise not_found(message, "request_not_found") from None
+        if not reader.operator:
+            events = [
+                event.without_other("another tenant's request")
+                if "by_user" in event.detail
+                else event
+                for event in events
+            ]
         return _json({"id": shown_id, "object": "request.story", "events": [
             {"at_ms": event.at_ms, "event": event.event, "detail": event.detail}
             for event in events
@@ -391,6 +404,7 @@ class Gateway:
         self._operator(request.headers.get("authorization"))
         try:
             stats = await self._engine.stats()
+            self._metrics.served(await self._engine.tenants())
         except EngineError:
             stats = None
         page = self._metrics.render(stats)
@@ -418,15 +432,17 @@ class Gateway:
         call.tenant = tenant.name
         return tenant
 
-    def _operator(self, authorization: str | None) -> None:
+    def _operator(self, authorization: str | None) -> Tenant:
         """Let only those in who may see all tenants; ``ApiError`` 401 or 403."""
-        if not self._identify(authorization).operator:
+        tenant = self._identify(authorization)
+        if not tenant.operator:
             raise ApiError(
                 403,
                 "this API key is not an operator's: its tenant has no operator = true",
                 kind="permission_error",
                 code="operator_only",
             )
+        return tenant
 
     def _model(self, name: str | None) -> str:
         """Return the name of a model that is served: the first one when none is asked for."""

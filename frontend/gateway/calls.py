@@ -49,6 +49,8 @@ class Call:
         """Whose key it came with."""
         self.status = 0
         """The status that was sent; 0 before."""
+        self.left = False
+        """Whether the client hung up before it was answered."""
         self.answer_headers: dict[str, str] = {}
         """Further headers for the answer."""
         self._send = send
@@ -204,6 +206,7 @@ class Endpoint:
                 if not work.done() and not gone.done():
                     await call.show_life()
         finally:
+            call.left = gone.done() and not work.done()
             gone.cancel()
             work.cancel()
             await asyncio.wait((work,))

@@ -52,6 +52,12 @@ CACHED_TOKENS = Definition(
 GENERATED_TOKENS = Definition(
     "deepinfer_generated_tokens_total", "counter", "Tokens generated for ended requests.", _TENANT
 )
+SERVED_TOKENS = Definition(
+    "deepinfer_served_tokens_total",
+    "counter",
+    "Tokens computed for a tenant, as the fair policy counts them.",
+    _TENANT,
+)
 FIRST_TOKEN = Definition(
     "deepinfer_time_to_first_token_seconds",
     "histogram",
@@ -199,6 +205,7 @@ DEFINITIONS = (
     PROMPT_TOKENS,
     CACHED_TOKENS,
     GENERATED_TOKENS,
+    SERVED_TOKENS,
     FIRST_TOKEN,
     TOKEN_GAP,
     REQUEST_SECONDS,
@@ -229,6 +236,8 @@ class Metrics:
         self._prompt = self._counter(PROMPT_TOKENS)
         self._cached = self._counter(CACHED_TOKENS)
         self._generated = self._counter(GENERATED_TOKENS)
+        self._served = self._counter(SERVED_TOKENS)
+        self._served_so_far: dict[str, float] = {}
         self.first_token = self._histogram(FIRST_TOKEN).observe
         """Take in the seconds from a request's arrival to its first token."""
         self.token_gap = self._histogram(TOKEN_GAP).observe
@@ -246,6 +255,17 @@ class Metrics:
         self._cached.labels(tenant).inc(cached)
         self._generated.labels(tenant).inc(generated)
 
+    def served(self, told: Mapping[str, Mapping[str, float]]) -> None:
+        """Take in what the engine tells of its tenants (``AsyncEngine.tenants``).
+
+        It forgets tenants of whom nothing was heard for long, and all when it is replaced; what was
+        counted here stays.
+        """
+        for tenant in self._tenants.refused.keys() & told.keys():
+            now, before = told[tenant]["served_tokens"], self._served_so_far.get(tenant, 0)
+            self._served.labels(tenant).inc(now - before if now >= before else now)
+            self._served_so_far[tenant] = now
+
     def render(self, stats: Mapping[str, float] | None) -> bytes:
         """Return all metrics as Prometheus reads them, with ``content_type``.
 
@@ -260,7 +280,9 @@ class Metrics:
         yield _family(OPEN, [((each.name,), each.open) for each in tenants])
         yield _family(WAITING, [((each.name,), each.waiting) for each in tenants])
         refusals = [
-            ((each.name, limit), count) for each in tenants for limit, count in each.refused.items()
+            ((name, limit), count)
+            for name, refused in self._tenants.refused.items()
+            for limit, count in refused.items()
         ]
         yield _family(REJECTED, refusals)
         if self._ledger is not None:

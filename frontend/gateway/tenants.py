@@ -58,9 +58,15 @@ class Admission:
 class Tenant:
     """One user of the gateway: what its requests may ask for, and how many may come."""
 
-    def __init__(self, name: str, limits: TenantLimits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        limits: TenantLimits,
+        clock: Callable[[], float],
+        refused: dict[str, int] | None = None,
+    ) -> None:
         self.name = name
-        self.refused = dict.fromkeys(LIMITS, 0)
+        self.refused = dict.fromkeys(LIMITS, 0) if refused is None else refused
         """Requests turned away, by the limit they met."""
         self._clock = clock
         self._requests: Bucket | None = None
@@ -226,6 +232,8 @@ class Tenants:
         self._path = path
         self._stamp = stamp
         self._clock = clock
+        self.refused: dict[str, dict[str, int]] = {}
+        """Refusals by tenant and limit, also those of tenants that were removed."""
         self._by_name: dict[str, Tenant] = {}
         self._by_digest: dict[str, Tenant] = {}
         self._change(limits)
@@ -300,9 +308,10 @@ class Tenants:
             if name in tenants:
                 tenants[name].change(changed)
             else:
-                tenants[name] = Tenant(name, changed, self._clock)
+                tenants[name] = Tenant(name, changed, self._clock, self.refused.get(name))
         # Exchanged and not changed: metrics are read in a thread.
         self._by_name = tenants
+        self.refused = self.refused | {name: each.refused for name, each in tenants.items()}
         self._by_digest = {
             digest: tenants[name] for name, each in limits.items() for digest in each.keys
         }

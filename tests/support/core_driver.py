@@ -195,7 +195,7 @@ class CoreDriver:
         sequence = life.clients.find(request.client, request.key)
         if sequence is None or sequence.slot < 0 or not life.table.known[sequence.slot]:
             return False
-        life.preempt(sequence, self.now, by="test", why="asked to", recompute=True)
+        life.preempt(sequence, self.now, why="asked to", recompute=True)
         self.check()
         return True
 

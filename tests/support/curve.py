@@ -40,10 +40,10 @@ class KeyFolder:
         self.path = path
         make_server_keys(path)
 
-    def client(self, name: str) -> dict[str, Path]:
-        secret = self.path / "clients" / f"{name}.key"
+    def client(self, name: str, *, operator: bool = False) -> dict[str, Path]:
+        secret = self.path / ("operators" if operator else "clients") / f"{name}.key"
         if not secret.exists():
-            make_client_keys(self.path, name)
+            make_client_keys(self.path, name, operator=operator)
         return {"server_key": self.path / "server.pub", "secret_key": secret}
 
     def raw(self, name: str) -> ClientKeys:
