@@ -36,7 +36,7 @@ class Service:
         await start
         return True
 
-    async def watch(self, at_each_look: Callable[[], None] = lambda: None) -> None:
+    async def watch(self, at_each_look: Callable[[], object] = lambda: None) -> None:
         """Return when a signal came; ``EngineDownError`` when the engine is gone for good."""
         while not self._stopped.is_set():
             at_each_look()
