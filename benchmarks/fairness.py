@@ -124,9 +124,9 @@ async def run(kind: str, options: argparse.Namespace) -> Run:
                         for _ in range(options.flood)
                     ]
                 await asyncio.sleep(options.warm)
-            before = await engine.stats()
+            before, began = await engine.stats(), time.perf_counter()
             found = await (shares(engine, options) if ":" in kind else latency(engine, b, options))
-            after = await engine.stats()
+            after, took_s = await engine.stats(), time.perf_counter() - began
             for task in flood:
                 task.cancel()
             await asyncio.gather(*flood, return_exceptions=True)
@@ -136,6 +136,7 @@ async def run(kind: str, options: argparse.Namespace) -> Run:
         "run": kind,
         "model": options.model,
         "weights": weights,
+        "tokens_s": (gained["computed_tokens"] + gained["output_tokens"]) / took_s,
         "step_ms": 1e3 * busy / max(gained["steps_done"], 1),
         "idle": idle / max(busy + idle, 1e-9),
         "waiting": after["waiting"],
@@ -187,14 +188,15 @@ def table(runs: list[Run]) -> str:
     if waits:
         lines.append(
             f"{'run':8}{'requests':>9}{'no token':>9}{'p50 ms':>9}{'p95 ms':>9}{'step ms':>9}"
-            f"{'idle':>8}{'recomputed':>12}"
+            f"{'tokens/s':>10}{'idle':>8}{'recomputed':>12}"
         )
     for kind, r in waits.items():
         times = [1e3 * wait for _, wait, _ in r["waits"]]
         silent = sum(not told for *_, told in r["waits"])
         lines.append(
             f"{kind:8}{len(times):9}{silent:9}{statistics.median(times):9.0f}"
-            f"{percentile(times, 0.95):9.0f}{r['step_ms']:9.1f}{r['idle']:8.1%}"
+            f"{percentile(times, 0.95):9.0f}{r['step_ms']:9.1f}"
+            f"{r['tokens_s']:10.0f}{r['idle']:8.1%}"
             f"{r['recomputed'] / max(r['computed'], 1):12.1%}"
         )
     if {"alone", "fair"} <= waits.keys():
