@@ -4,7 +4,9 @@
         [--results FILE] [--model smollm2-135m]
 
 Real processes: an ``AsyncEngine`` for A and a ``Client`` of it for B. Each run has an engine of its
-own; its first ``--warm`` seconds under A's flood are not counted.
+own; its first ``--warm`` seconds under A's flood are not counted. They are to be long enough for
+the first prompts to be computed, and for B to make up for the slots that A took before it came:
+that is up to ``--slots`` whole requests, which a shorter run would show as a share that is off.
 
 - ``alone``, ``fcfs``, ``fair``: B's time to the first token when it has the engine to itself, and
   beside A's ``--flood`` requests under either policy. A request that got no token until the end of
@@ -299,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", default="alone,fcfs,fair,1:1,3:1")
     parser.add_argument("--seconds", type=int, default=30, help="that count, for each run")
-    parser.add_argument("--warm", type=float, default=5.0, help="seconds of flood before that")
+    parser.add_argument("--warm", type=float, default=20.0, help="seconds of flood before that")
     parser.add_argument("--results", type=Path, help="JSON lines to add to and to read from")
     parser.add_argument("--svg", type=Path, help="where the plot goes")
     parser.add_argument("--model", default="smollm2-135m")
