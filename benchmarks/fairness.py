@@ -4,7 +4,9 @@
         [--results FILE] [--model smollm2-135m]
 
 Real processes: an ``AsyncEngine`` for A and a ``Client`` of it for B. Each run has an engine of its
-own; its first ``--warm`` seconds under A's flood are not counted.
+own; its first ``--warm`` seconds under A's flood are not counted. They are to be long enough for
+the first prompts to be computed, and for B to make up for the slots that A took before it came:
+that is up to ``--slots`` whole requests, which a shorter run would show as a share that is off.
 
 - ``alone``, ``fcfs``, ``fair``: B's time to the first token when it has the engine to itself, and
   beside A's ``--flood`` requests under either policy. A request that got no token until the end of
@@ -124,9 +126,9 @@ async def run(kind: str, options: argparse.Namespace) -> Run:
                         for _ in range(options.flood)
                     ]
                 await asyncio.sleep(options.warm)
-            before = await engine.stats()
+            before, began = await engine.stats(), time.perf_counter()
             found = await (shares(engine, options) if ":" in kind else latency(engine, b, options))
-            after = await engine.stats()
+            after, took_s = await engine.stats(), time.perf_counter() - began
             for task in flood:
                 task.cancel()
             await asyncio.gather(*flood, return_exceptions=True)
@@ -136,6 +138,7 @@ async def run(kind: str, options: argparse.Namespace) -> Run:
         "run": kind,
         "model": options.model,
         "weights": weights,
+        "tokens_s": (gained["computed_tokens"] + gained["output_tokens"]) / took_s,
         "step_ms": 1e3 * busy / max(gained["steps_done"], 1),
         "idle": idle / max(busy + idle, 1e-9),
         "waiting": after["waiting"],
@@ -187,14 +190,15 @@ def table(runs: list[Run]) -> str:
     if waits:
         lines.append(
             f"{'run':8}{'requests':>9}{'no token':>9}{'p50 ms':>9}{'p95 ms':>9}{'step ms':>9}"
-            f"{'idle':>8}{'recomputed':>12}"
+            f"{'tokens/s':>10}{'idle':>8}{'recomputed':>12}"
         )
     for kind, r in waits.items():
         times = [1e3 * wait for _, wait, _ in r["waits"]]
         silent = sum(not told for *_, told in r["waits"])
         lines.append(
             f"{kind:8}{len(times):9}{silent:9}{statistics.median(times):9.0f}"
-            f"{percentile(times, 0.95):9.0f}{r['step_ms']:9.1f}{r['idle']:8.1%}"
+            f"{percentile(times, 0.95):9.0f}{r['step_ms']:9.1f}"
+            f"{r['tokens_s']:10.0f}{r['idle']:8.1%}"
             f"{r['recomputed'] / max(r['computed'], 1):12.1%}"
         )
     if {"alone", "fair"} <= waits.keys():
@@ -297,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", default="alone,fcfs,fair,1:1,3:1")
     parser.add_argument("--seconds", type=int, default=30, help="that count, for each run")
-    parser.add_argument("--warm", type=float, default=5.0, help="seconds of flood before that")
+    parser.add_argument("--warm", type=float, default=20.0, help="seconds of flood before that")
     parser.add_argument("--results", type=Path, help="JSON lines to add to and to read from")
     parser.add_argument("--svg", type=Path, help="where the plot goes")
     parser.add_argument("--model", default="smollm2-135m")

@@ -108,6 +108,10 @@ class Core:
         """Return the next step for the worker, ``None`` when there is no room or no work."""
         return self._planner.plan(now)
 
+    def plan_due(self) -> float | None:
+        """Return the time before which ``plan`` holds a step back, if it does."""
+        return self._planner.due
+
     def step_result(self, result: StepResult, now: float) -> None:
         """Take in a result.
 

@@ -17,6 +17,7 @@ from deepinfer.scheduler.ends import Ending, StopRules
 from deepinfer.scheduler.fair_queue import FairQueue
 from deepinfer.scheduler.in_flight import InFlight
 from deepinfer.scheduler.outbox import Outbox
+from deepinfer.scheduler.pace import Pace
 from deepinfer.scheduler.prefix_cache import PrefixCache
 from deepinfer.scheduler.queues import WaitingQueue
 from deepinfer.scheduler.recent import RecentEnds
@@ -80,6 +81,7 @@ class Lifecycle:
         self.counters = Counters()
         self.deadlines: list[tuple[float, int, Sequence]] = []
         self.in_flight: dict[int, InFlight] = {}
+        self.pace = Pace()
         self.ready = False
 
     def set_up(self, ready: WorkerReady) -> None:
@@ -313,6 +315,7 @@ class Lifecycle:
             self.queue.add(sequence, now)
         self.counters.worker_restarts += 1
         self.in_flight.clear()
+        self.pace.restart()
         self.ready = False
         if culprit is not None:
             self.end(culprit, Ending.WORKER_FAILED, now, message=cause)

@@ -19,6 +19,9 @@ from deepinfer.wire.steps import RowAdmit, StepPlan
 MAX_ADMIT_BYTES = 4 << 20
 """About how much one step brings a worker to unpack; it is silent meanwhile."""
 
+MAX_HURRIES = 2
+"""Steps in a row that are kept short for light tenants: the wait for a slot, and the prompt."""
+
 
 @dataclass(slots=True)
 class _DecodeRows:
@@ -48,11 +51,23 @@ class Planner:
         self._life = life
         self._depth = depth
         self._latest: _DecodeRows | None = None
+        self._hurries = 0
 
     @property
     def decode_rows(self) -> int:
         """How many rows the latest plan decodes."""
         return len(self._latest.flight.slots) if self._latest is not None else 0
+
+    @property
+    def due(self) -> float | None:
+        """When the next step is planned, if that is not as soon as there is room and work.
+
+        Under the fair policy it is left open for a light tenant until the worker is about to need
+        it.
+        """
+        life = self._life
+        waits = life.queue.fair and 0 < len(life.in_flight) < self._depth
+        return life.pace.due if waits else None
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or ``None`` when the pipeline is full or nothing can be computed.
@@ -63,6 +78,9 @@ class Planner:
         """
         life = self._life
         if not life.ready or len(life.in_flight) >= self._depth:
+            return None
+        due = self.due
+        if due is not None and now < due:
             return None
         quiet = self._is_quiet()
         if not quiet:
@@ -289,6 +307,9 @@ class Planner:
         life.counters.steps_planned += 1
         step = life.counters.steps_planned
         life.in_flight[step] = flight
+        if life.queue.fair:
+            num_decode = len(rows.flight.slots) * life.tokens_per_row
+            life.pace.planned(num_decode + sum(q for _, q in chunks), now)
         released, life.released = life.released, []
         return StepPlan(
             step=step,
@@ -320,7 +341,7 @@ class Planner:
         finishing: list[Sequence] = []
         if not life.prefilling:
             return admitted, chunks, finishing
-        rows = life.queue.in_order(life.prefilling)
+        rows = self._hurried(life.queue.in_order(life.prefilling))
         grants = split_budget(self._prefill_budget(), [self._remaining(row) for row in rows])
         for sequence, grant in zip(rows, grants, strict=True):
             if not grant:
@@ -341,6 +362,40 @@ class Planner:
         for slot, _ in chunks:
             life.register(table.at(slot), int(table.computed[slot]))
         return admitted, chunks, finishing
+
+    def _hurried(self, rows: list[Sequence]) -> list[Sequence]:
+        """Return which of these unfinished prompts, in their order, get chunks in this step.
+
+        All, but under the fair policy no step in which a light tenant's prompt comes to its end, or
+        behind which there is a slot for it, is made longer by other tenants' chunks. After
+        ``MAX_HURRIES`` of them one is open to all, so that light tenants in any number do not keep
+        the others' prompts waiting.
+        """
+        life = self._life
+        chosen = rows
+        if life.queue.fair and life.tenants.contended and self._hurries < MAX_HURRIES:
+            first = rows[0]
+            if self._slot_is_near():
+                chosen = []
+            elif self._is_light(first) and self._remaining(first) <= self._prefill_budget():
+                chosen = [row for row in rows if row.tenant == first.tenant]
+        self._hurries = self._hurries + 1 if len(chosen) < len(rows) else 0
+        return chosen
+
+    def _slot_is_near(self) -> bool:
+        """Whether a light tenant's sequence waits and a result in flight brings it a slot."""
+        life, table = self._life, self._life.table
+        head = life.queue.head()
+        return (
+            head is not None
+            and not table.free_slots
+            and self._is_light(head)
+            and bool(table.decode.any())
+            and bool((~table.decode & (table.sure > 0)).any())
+        )
+
+    def _is_light(self, sequence: Sequence) -> bool:
+        return self._life.tenants.is_light(sequence.tenant, self._life.table.num_slots)
 
     def _prefill_budget(self) -> int:
         life = self._life

@@ -133,12 +133,17 @@ class SchedulerProcess:
             self._clients.push()
 
     def _longest_wait(self) -> float | None:
+        now = time.monotonic()
         waits = [_PUSH_INTERVAL_S] if self._clients.stalled else []
         deadline = self._core.next_deadline()
         if deadline is not None:
-            waits.append(deadline - time.monotonic())
+            waits.append(deadline - now)
         if self._draining:
-            waits.append(self._drain_until - time.monotonic())
+            waits.append(self._drain_until - now)
+        due = self._core.plan_due()
+        # When it has passed there is nothing to plan before something arrives.
+        if due is not None and due > now:
+            waits.append(due - now)
         return min(waits) if waits else None
 
     def _watch(self) -> None:

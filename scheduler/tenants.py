@@ -214,6 +214,10 @@ class Tenants:
         weight: Float64 = np.where(self.live > 0, self.weight, 0.0)
         return weight / max(float(weight.sum()), 1e-300)
 
+    def is_light(self, index: int, num_slots: int) -> bool:
+        """Whether all live requests of a tenant together take one slot, or its share of them."""
+        return bool(self.live[index] <= max(1.0, self.shares()[index] * num_slots + ROUNDING))
+
     def may_push(self, num_slots: int) -> bool:
         """Whether a tenant that waits has so few slots that others may have to make way for it.
 

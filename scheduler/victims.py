@@ -97,7 +97,7 @@ def fair_victims(
     has_slots, has_blocks = tenants.holdings(pool.num_blocks)
     has, share, order = np.maximum(has_slots, has_blocks), tenants.shares(), tenants.order
     mine = head.tenant
-    light = tenants.live[mine] <= max(1, share[mine] * table.num_slots + ROUNDING)
+    light = tenants.is_light(mine, table.num_slots)
     ahead = 0.0 if light else longest / float(tenants.weight[mine])
     over = (has > share + ROUNDING) & (order - order[mine] >= ahead)
     over[mine] = False

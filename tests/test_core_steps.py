@@ -233,6 +233,32 @@ def test_equals_start_in_the_order_of_their_arrival_and_the_evicted_before_the_n
             engine.hold_alone(request)
 
 
+def test_a_step_in_which_no_row_needs_a_block_or_ends_is_planned_without_looking_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The schedule is cheap: what is known from the step before is not found out again."""
+    engine = driver(
+        enable_prefix_caching=False, max_num_batched_tokens=64, block_size=8, max_model_len=96
+    )
+    requests = [engine.add([5 + i] * 9, greedy(80)) for i in range(4)]
+    engine.step()
+    looks = []
+    planner = engine.core._planner
+    look, drain = planner._short_of_blocks, planner._drain
+    monkeypatch.setattr(planner, "_short_of_blocks", lambda: looks.append("blocks") or look())
+    monkeypatch.setattr(planner, "_drain", lambda: looks.append("ends") or drain())
+    before = len(engine.plans)
+    engine.run()
+    steps = len(engine.plans) - before
+    assert steps > 75
+    # All need a block in every eighth step. It is looked for in that one and in the one behind it,
+    # which finds out how long nothing more is needed.
+    assert looks.count("blocks") <= 2 * (steps / 8 + 2)
+    assert looks.count("ends") <= 2 * (steps / 8 + 2)
+    for request in requests:
+        engine.hold_alone(request)
+
+
 # ---- in flight ----------------------------------------------------------------------------------
 
 

@@ -55,6 +55,52 @@ async def test_another_tenant_gets_in_although_a_flood_holds_every_slot(
         assert told["a"]["running"] == told["a"]["waiting"] == 0
 
 
+async def test_floods_over_three_connections_are_served_by_the_weights_of_two_tenants(
+    folder: ScriptedFolder, tmp_path: Path
+) -> None:
+    """SCH-03: A asks over two of them, then aborts half and stays charged for what ran."""
+    endpoint = f"ipc://{tmp_path}/engine"
+    args = folder.args(policy="fair", max_num_seqs=2, endpoint=endpoint)
+    async with AsyncEngine(args) as engine, Client(endpoint) as again, Client(endpoint) as client:
+
+        def ask(source: AsyncEngine | Client, user_id: str, number: int) -> asyncio.Task[list[int]]:
+            weight = 3.0 if user_id == "a" else 1.0
+            prompt = [5 + number % 90, 6 + number // 90] * 4
+            return asyncio.create_task(
+                token_ids(source, prompt, greedy(12), user_id=user_id, weight=weight)
+            )
+
+        with folder.held():
+            b = [ask(client, "b", i) for i in range(20)]
+            a = [ask((engine, again)[i % 2], "a", 20 + i) for i in range(100)]
+            while (await engine.stats())["live"] < 120:
+                pass
+        told = await engine.tenants()
+        while told["b"]["waiting"] > 10:
+            told = await engine.tenants()
+        assert told["a"]["waiting"] > 0
+        served = {name: told[name]["served_tokens"] for name in "ab"}
+        assert served["a"] / sum(served.values()) == pytest.approx(0.75, rel=0.2)
+        assert served["b"] / sum(served.values()) == pytest.approx(0.25, rel=0.2)
+
+        for task in a[::2]:
+            task.cancel()
+        ends = await asyncio.gather(*a[::2], return_exceptions=True)
+        aborted = sum(isinstance(end, asyncio.CancelledError) for end in ends)
+        assert 10 < aborted < 50
+        assert (await engine.tenants())["a"]["served_tokens"] >= served["a"]
+
+        while (told := await engine.tenants())["b"]["running"] + told["b"]["waiting"]:
+            pass
+        assert told["b"]["served_tokens"] == 20 * 20
+        for i, task in enumerate(b):
+            assert await task == folder.reference([5 + i, 6] * 4, 12)
+        await asyncio.gather(*a[1::2])
+        told = await engine.tenants()
+        whole = 20 * (100 - aborted)
+        assert whole <= told["a"]["served_tokens"] < whole + 20 * aborted
+
+
 async def test_weight_and_cache_salt_reach_the_scheduler(folder: ScriptedFolder) -> None:
     prompt = [5] * 40
     async with AsyncEngine(folder.args()) as engine:
