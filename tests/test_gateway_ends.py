@@ -265,18 +265,25 @@ async def test_an_engine_that_cannot_come_back_ends_the_server_with_a_word(tmp_p
     with served(folder) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as http:
             with folder.held(after=1):
-                stream = asyncio.ensure_future(http.post(TEXT, json=ask([5], 900, stream=True)))
-                whole = asyncio.ensure_future(http.post(TEXT, json=ask([6], 900)))
+                ask_stream = http.stream("POST", TEXT, json=ask([5], 900, stream=True))
+                async with ask_stream as streamed:
+                    parts = streamed.aiter_text()
+                    text = await anext(parts)  # its first token
+                    whole = asyncio.ensure_future(
+                        http.post(TEXT, json=ask([6], 900), headers={"x-request-id": "whole"})
+                    )
 
-                async def begun() -> bool:
-                    return (await http.get("/health")).json()["steps"] > 0
+                    async def accepted() -> bool:
+                        story = await http.get("/v1/requests/cmpl-whole/story")
+                        return story.status_code == 200
 
-                await eventually(begun)
-                script = {**folder.script, "fail_load": "the disk is gone"}
-                (folder.path / "scripted.json").write_text(json.dumps(script))
-                server.child("support.scripted_worker").kill()
-                streamed, answer = await asyncio.gather(stream, whole)
-        told = events(streamed.text)[-1]["error"]
+                    await eventually(accepted)
+                    script = {**folder.script, "fail_load": "the disk is gone"}
+                    (folder.path / "scripted.json").write_text(json.dumps(script))
+                    server.child("support.scripted_worker").kill()
+                    text += "".join([part async for part in parts])
+                answer = await whole
+        told = events(text)[-1]["error"]
         assert "disk is gone" in told["message"] or "SIGKILL" in told["message"], told
         assert answer.status_code in (500, 503)
         assert answer.json()["error"]["type"] == told["type"]
