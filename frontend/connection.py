@@ -32,7 +32,7 @@ class Connection:
     """A DEALER to a scheduler with its codec. Not thread-safe.
 
     ``heard`` and ``last_heard`` (seconds of the monotonic clock) say whether and when anything
-    was received.
+    was received, ``frame_bytes`` how large the frame of the latest message was.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Connection:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.junk_frames = 0
         self.heard = False
+        self.frame_bytes = 0
         self.last_heard = time.monotonic()
         self._unheard_bytes = 0
         self._codec = Codec(ToClient, max_in=MAX_MESSAGE_BYTES, max_out=MAX_REQUEST_BYTES)
@@ -100,6 +101,7 @@ class Connection:
                 return None
             self.heard, self.last_heard = True, time.monotonic()
             self._unheard_bytes = 0
+            self.frame_bytes = len(frame)
             try:
                 message: ToClient = self._codec.decode(frame)
                 return message
