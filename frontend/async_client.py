@@ -8,14 +8,15 @@ import itertools
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from deepinfer.frontend.connection import HEARTBEAT_S, LOSSES_ALLOWED, TAKEN_FOR_GONE
 from deepinfer.frontend.errors import EngineBusyError, EngineDownError, EngineError
+from deepinfer.frontend.inbox import Inbox, Readers
 from deepinfer.frontend.loop_connection import LoopConnection
 from deepinfer.frontend.outputs import RequestOutput
 from deepinfer.wire.messages import (
@@ -58,6 +59,7 @@ class AsyncClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: LoopConnection | None = None
         self._session: Session | None = None
+        self._readers: Readers
         self._recorder: Recorder | None = None
         self._starting: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[Welcome] | None = None
@@ -79,6 +81,7 @@ class AsyncClient:
             raise EngineDownError(self._dead)
         if self._starting is None and self._session is None:
             self._loop = asyncio.get_running_loop()
+            self._readers = Readers()
             self._starting = asyncio.ensure_future(self._start())
             # Its callers may all be cancelled before they look at its error.
             self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -158,6 +161,39 @@ class AsyncClient:
         """
         if multi_modal_data:
             raise ValueError("multi_modal_data is not supported by this version")
+        batches = self.generate_batches(
+            prompt,
+            sampling_params,
+            request_id,
+            user_id,
+            priority,
+            timeout_s=timeout_s,
+            weight=weight,
+            cache_salt=cache_salt,
+            has_left=has_left,
+        )
+        async with aclosing(batches):
+            async for outputs in batches:
+                for output in outputs:
+                    yield output
+
+    async def generate_batches(
+        self,
+        prompt: Prompt | PreparedPrompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        user_id: str = "",
+        priority: int = 0,
+        *,
+        timeout_s: float | None = None,
+        weight: float = 1.0,
+        cache_salt: str = "",
+        has_left: Callable[[], bool] | None = None,
+    ) -> AsyncGenerator[list[RequestOutput], None]:
+        """Do as :meth:`generate`, but yield all outputs that wait, at most 128, as one list.
+
+        Cheaper for who passes them on: a reader that is behind gets more at a time.
+        """
         from deepinfer.frontend.session import PreparedPrompt
 
         if isinstance(prompt, PreparedPrompt):
@@ -179,16 +215,11 @@ class AsyncClient:
             weight=weight,
             cache_salt=cache_salt,
         )
-        inbox = request.owner = _Inbox()
+        inbox = request.owner = Inbox(self._readers)
         try:
             self._flush()
-            while request.open_samples or inbox.items:
-                if not inbox.items:
-                    await inbox.arrival()
-                item = inbox.items.popleft()
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+            while request.open_samples or not inbox.empty:
+                yield await inbox.take()
         finally:
             if request.open_samples:
                 left = has_left is not None and has_left()
@@ -312,7 +343,7 @@ class AsyncClient:
         """Refuse a new request that would only wait in this process's memory."""
         if self._connected and self._connection is not None and self._connection.stalled:
             # What came while the app kept the loop busy counts.
-            self._connection.drain()
+            self._connection.read()
             if self._connection.stalled:
                 raise EngineBusyError("the engine does not read: too much waits for it already")
 
@@ -362,18 +393,20 @@ class AsyncClient:
             if self._dead or self._connection is None:
                 return
             # Where the app kept the loop busy, what came meanwhile must count before silence does.
-            self._connection.drain()
+            self._connection.read()
+            cause = self._cause_of_death(self._connection.silence.seconds())
+            same_engine = not cause
+            cause = cause or self._loss() or (TAKEN_FOR_GONE if self._forgotten else "")
+            refusal = self._refusal()
+            # What the engine said before it went counts, too: streams go on, or end, by it.
+            while (cause or refusal) and self._connection is not None and self._connection.behind:
+                await asyncio.sleep(0)
             if self._dead:  # by what came
                 return
-            cause = self._cause_of_death(self._connection.silence.seconds())
-            if refusal := self._refusal():
+            if refusal:
                 self._fail(refusal)
-            elif cause:
-                self._connect_again(cause, same_engine=False)
-            elif lost := self._loss():
-                self._connect_again(lost, same_engine=True)
-            elif self._forgotten:
-                self._connect_again(TAKEN_FOR_GONE, same_engine=True)
+            elif cause and self._connection is not None:
+                self._connect_again(cause, same_engine=same_engine)
             if self._dead:
                 return
 
@@ -451,6 +484,7 @@ class AsyncClient:
     def _deliver(self, events: list[Event]) -> None:
         for request, item in events:
             request.owner.put(item, closed=request.open_samples == 0)
+        self._readers.wake()
         if self._session is not None and self._session.outbox and not self._dead:
             self._flush()
 
@@ -509,25 +543,3 @@ def _load_tokenizer(folder: str) -> Tokenizer | None:
     from deepinfer.frontend.tokenizer import Tokenizer
 
     return Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").is_file() else None
-
-
-class _Inbox:
-    """Outputs of one request between the connection and whoever iterates."""
-
-    def __init__(self) -> None:
-        self.items: deque[RequestOutput | Exception] = deque()
-        self.closed = asyncio.Event()
-        self._reader: asyncio.Future[None] | None = None
-
-    def put(self, item: RequestOutput | Exception, *, closed: bool) -> None:
-        self.items.append(item)
-        if closed:
-            self.closed.set()
-        reader, self._reader = self._reader, None
-        if reader is not None and not reader.done():  # else it was cancelled
-            reader.set_result(None)
-
-    def arrival(self) -> asyncio.Future[None]:
-        """Return what is done with the next item. There is one reader."""
-        self._reader = asyncio.get_running_loop().create_future()
-        return self._reader

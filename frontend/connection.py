@@ -33,7 +33,8 @@ class Connection:
     """A DEALER to a scheduler with its codec. Not thread-safe.
 
     ``heard`` says whether anything was received; ``silence``, since when nothing was, for whoever
-    asks about every ``watched_every_s`` seconds.
+    asks about every ``watched_every_s`` seconds. ``frame_bytes`` is how large the frame of the
+    latest message was.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Connection:
         self.junk_frames = 0
         self.heard = False
         self.silence = Silence(watched_every_s)
+        self.frame_bytes = 0
         self._last_heard = time.monotonic()
         self._unheard_bytes = 0
         self._codec = Codec(ToClient, max_in=MAX_MESSAGE_BYTES, max_out=MAX_REQUEST_BYTES)
@@ -104,6 +106,7 @@ class Connection:
             self.heard, self._last_heard = True, time.monotonic()
             self.silence.heard()
             self._unheard_bytes = 0
+            self.frame_bytes = len(frame)
             try:
                 message: ToClient = self._codec.decode(frame)
                 return message

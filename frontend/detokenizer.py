@@ -214,17 +214,31 @@ def _bytes_of_piece(piece: str) -> bytes:
         return piece.encode()  # an added token: its text as it is
 
 
+@lru_cache(maxsize=1 << 15)
+def _text_of_piece(piece: str) -> str | None:
+    """The text of a piece whose bytes are whole characters."""
+    try:
+        return _bytes_of_piece(piece).decode()
+    except UnicodeDecodeError:
+        return None
+
+
 class _ByteLevel:
     """Pieces spell bytes; the bytes of all pieces together are UTF-8."""
 
     def __init__(self) -> None:
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, pieces: list[str]) -> list[str]:
-        return [self._decode(b"".join(map(_bytes_of_piece, pieces)))]
+        unfinished, _ = self._decoder.getstate()
+        if not unfinished:
+            texts = [text for piece in pieces if (text := _text_of_piece(piece)) is not None]
+            if len(texts) == len(pieces):
+                return texts
+        return [self._decoder.decode(b"".join(map(_bytes_of_piece, pieces)))]
 
     def finish(self) -> list[str]:
-        return [self._decode(b"", True)]
+        return [self._decoder.decode(b"", True)]
 
 
 class _ByteFallback:

@@ -347,7 +347,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_makes_no_html_of_text() -> No
 async def test_the_files_are_served_with_a_policy_that_allows_only_them() -> None:
     engine = SimpleNamespace()
     gateway = Gateway(engine, ["m"], Tenants.anonymous())  # type: ignore[arg-type]
-    transport = httpx.ASGITransport(gateway.app)
+    transport = httpx.ASGITransport(gateway)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         for name, kind in (("", "html"), (".css", "css"), (".js", "javascript")):
             answer = await http.get("/dashboard" + name)

@@ -72,13 +72,14 @@ class Accounts:
         now = time.monotonic()
         choice = prompt, output.index
         count, last = record._last_tokens.get(choice, (0, now))
-        record._last_tokens[choice] = output.num_output_tokens, now
         new = output.num_output_tokens - count
-        if new and record.first_token is None:
-            record.first_token = now
-            self.metrics.first_token(now - record.began)
-        elif new and count:
-            self.metrics.token_gap(now - last)
+        if new:
+            record._last_tokens[choice] = output.num_output_tokens, now
+            if count:
+                self.metrics.token_gap(now - last)
+            elif record.first_token is None:
+                record.first_token = now
+                self.metrics.first_token(now - record.began)
         if output.finished:
             record.finish_reasons.append(output.finish_reason)
             record.finish_details.append(output.finish_detail)

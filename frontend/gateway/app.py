@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from deepinfer import __version__
 from deepinfer.frontend.async_client import AsyncClient
@@ -26,7 +27,7 @@ from deepinfer.frontend.gateway.dashboard import page_routes, view_body
 from deepinfer.frontend.gateway.errors import ApiError, as_api_error, bad_request, not_found
 from deepinfer.frontend.gateway.ledger import Ledger
 from deepinfer.frontend.gateway.metrics import Metrics
-from deepinfer.frontend.gateway.openai_answers import Answers, ChatAnswers, CompletionAnswers
+from deepinfer.frontend.gateway.openai_answers import Answers, ChatAnswers, CompletionAnswers, Json
 from deepinfer.frontend.gateway.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -49,7 +50,7 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
 class Gateway:
-    """Routes and handlers over one engine.
+    """Routes and handlers over one engine: an ASGI app.
 
     ``models`` are the names under which the engine's model is served; the first one is shown.
     """
@@ -72,11 +73,15 @@ class Gateway:
         self._created = int(time.time())
         self._texts: TokenTexts | None = None
         bodies = Bodies(max_body_bytes)
-        posts = {
+        handlers = {
             "/v1/completions": self._completions,
             "/v1/chat/completions": self._chat,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
+        }
+        self._posts = {
+            path: Endpoint(self._counted(path, handler), bodies)
+            for path, handler in handlers.items()
         }
         gets = {
             "/v1/models": self._list_models,
@@ -88,12 +93,10 @@ class Gateway:
             "/metrics": self._show_metrics,
             "/openapi.json": self._describe,
         }
-        self.app = Starlette(
+        self._others = Starlette(
             routes=[
-                *(
-                    Route(path, Endpoint(self._counted(path, handler), bodies), methods=["POST"])
-                    for path, handler in posts.items()
-                ),
+                # For its answers to other methods; a POST is not routed by it.
+                *(Route(path, post, methods=["POST"]) for path, post in self._posts.items()),
                 *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
                 *page_routes(),
             ],
@@ -104,6 +107,13 @@ class Gateway:
                 Exception: _on_error,
             },
         )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one call. A POST goes straight to its handler: each event of a stream would pass
+        through every layer around it.
+        """
+        post = self._posts.get(scope["path"]) if scope.get("method") == "POST" else None
+        await (post or self._others)(scope, receive, send)
 
     def _counted(self, path: str, handler: Handler) -> Handler:
         """Return the handler, whose calls are counted by their status."""
@@ -145,6 +155,7 @@ class Gateway:
             prompts,
             self._token_texts(),
             with_ids=bool(ask.return_token_ids),
+            with_usage=ask.include_usage,
             echo=bool(ask.echo),
             echoed=echoed,
         )
@@ -166,6 +177,7 @@ class Gateway:
             prompts,
             self._token_texts(),
             with_ids=bool(ask.return_token_ids),
+            with_usage=ask.include_usage,
         )
         await self._run(call, tenant, answers, prompts, ask)
 
@@ -211,19 +223,23 @@ class Gateway:
             # Before the end of the answer is sent: who has it finds it in the ledger.
             self.accounts.close(record, 200, "", call.headers)
 
+        def take(prompt: int, output: RequestOutput) -> list[Json]:
+            tenant.spend(self.accounts.note(record, prompt, output))
+            return answers.take(prompt, output)
+
         try:
             async with tenant.admit() as admission:
                 record.queued_s = admission.queued_s
                 tenant.spend(answers.usage.prompt_tokens)
-                outputs = self._outputs(call, tenant, priority, engine_ids, prompts)
-                metered = self._metered(outputs, record, tenant)
-                async with aclosing(outputs), aclosing(metered):
+                batches = self._batches(call, tenant, priority, engine_ids, prompts)
+                async with aclosing(batches):
                     if ask.stream:
-                        chunks = _chunks(answers, metered, ask.include_usage)
-                        await call.stream(_followed_by(chunks, served))
+                        async with aclosing(_chunks(answers, batches, take)) as chunks:
+                            await call.stream(_followed_by(chunks, served))
                     else:
-                        async for prompt, output in metered:
-                            answers.take(prompt, output)
+                        async for prompt, outputs in batches:
+                            for output in outputs:
+                                take(prompt, output)
             if not ask.stream:
                 whole = answers.whole()
                 served()
@@ -235,29 +251,18 @@ class Gateway:
         finally:
             self.accounts.close(record, status, code, call.headers)
 
-    async def _metered(
-        self,
-        outputs: AsyncIterator[tuple[int, RequestOutput]],
-        record: Record,
-        tenant: Tenant,
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Pass outputs on, once their tokens are on the tenant's account."""
-        async for prompt, output in outputs:
-            tenant.spend(self.accounts.note(record, prompt, output))
-            yield prompt, output
-
-    async def _outputs(
+    async def _batches(
         self,
         call: Call,
         tenant: Tenant,
         priority: int,
         engine_ids: list[str],
         prompts: list[PreparedPrompt],
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    ) -> AsyncGenerator[tuple[int, list[RequestOutput]], None]:
         """Yield the outputs of all prompts as they come, each with the number of its prompt."""
 
-        def generate(number: int) -> aclosing[AsyncGenerator[RequestOutput, None]]:
-            outputs = self._engine.generate(
+        def generate(number: int) -> aclosing[AsyncGenerator[list[RequestOutput], None]]:
+            batches = self._engine.generate_batches(
                 prompts[number],
                 request_id=engine_ids[number],
                 user_id=tenant.name,
@@ -266,21 +271,21 @@ class Gateway:
                 cache_salt=tenant.cache_salt,
                 has_left=lambda: call.left,
             )
-            return aclosing(outputs)
+            return aclosing(batches)
 
         if len(prompts) == 1:
-            async with generate(0) as outputs:
-                async for output in outputs:
-                    yield 0, output
+            async with generate(0) as batches:
+                async for outputs in batches:
+                    yield 0, outputs
             return
-        arrived: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+        arrived: asyncio.Queue[tuple[int, list[RequestOutput] | Exception]] = asyncio.Queue()
 
         async def pump(number: int) -> None:
             try:
-                async with generate(number) as outputs:
-                    async for output in outputs:
-                        arrived.put_nowait((number, output))
-                arrived.put_nowait((number, None))
+                async with generate(number) as batches:
+                    async for outputs in batches:
+                        arrived.put_nowait((number, outputs))
+                arrived.put_nowait((number, []))
             except Exception as error:
                 arrived.put_nowait((number, error))
 
@@ -291,10 +296,10 @@ class Gateway:
                 number, item = await arrived.get()
                 if isinstance(item, Exception):
                     raise item
-                if item is None:
-                    open_prompts -= 1
-                else:
+                if item:
                     yield number, item
+                else:
+                    open_prompts -= 1
         finally:
             for task in tasks:
                 task.cancel()
@@ -457,19 +462,29 @@ class Gateway:
 
 async def _chunks(
     answers: Answers,
-    outputs: AsyncIterator[tuple[int, RequestOutput]],
-    with_usage: bool,
-) -> AsyncIterator[object]:
-    async for prompt, output in outputs:
-        for choice in answers.take(prompt, output):
-            yield answers.chunk([choice], null_usage=with_usage)
-    if with_usage:
-        yield answers.usage_chunk()
+    batches: AsyncIterator[tuple[int, list[RequestOutput]]],
+    take: Callable[[int, RequestOutput], list[Json]],
+) -> AsyncGenerator[list[bytes], None]:
+    """Yield the chunks of a stream, those of a batch together."""
+    async for prompt, outputs in batches:
+        chunks: list[bytes] = []
+        error: ApiError | None = None
+        for output in outputs:
+            try:
+                chunks += map(answers.chunk, take(prompt, output))
+            except ApiError as failure:
+                error = failure
+                break
+        yield chunks
+        if error is not None:
+            raise error
+    if answers.with_usage:
+        yield [answers.usage_chunk()]
 
 
 async def _followed_by(
-    items: AsyncIterator[object], action: Callable[[], None]
-) -> AsyncIterator[object]:
+    items: AsyncIterator[list[bytes]], action: Callable[[], None]
+) -> AsyncIterator[list[bytes]]:
     async for item in items:
         yield item
     action()

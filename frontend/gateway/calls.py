@@ -70,15 +70,16 @@ class Call:
             await self._begin(status, pairs, headers)
             await self._write(body, more=False)
 
-    async def stream(self, events: AsyncIterator[object]) -> None:
-        """Answer with a JSON object an event, and ``[DONE]``.
+    async def stream(self, batches: AsyncIterator[list[bytes]]) -> None:
+        """Answer with an event for each JSON object, and ``[DONE]``; a list is sent in one piece.
 
         Status and headers are sent with the first event, or when none came for a while: an error
         before it is answered with its own status, a later one becomes the last event.
         """
         self._streams = True
-        async for event in events:
-            await self._chunk(_event(msgspec.json.encode(event)))
+        async for batch in batches:
+            if batch:
+                await self._chunk(b"".join(map(_event, batch)))
         await self._chunk(_event(b"[DONE]"), last=True)
 
     async def fail(self, error: ApiError) -> None:
@@ -103,9 +104,7 @@ class Call:
                 return
             if self.status == 0:
                 await self._begin(200, list(_EVENT_STREAM), None)
-            await self._write(chunk, more=True)
-            if last:
-                await self._write(b"", more=False)
+            await self._write(chunk, more=not last)
 
     async def _begin(
         self, status: int, pairs: list[tuple[bytes, bytes]], headers: dict[str, str] | None

@@ -53,7 +53,8 @@ class Answers:
 
     ``take`` is called with every output. It returns the choices of the chunks that a stream sends
     now, and remembers what ``whole`` needs. A choice is ``prompt_index * n + output.index``.
-    ``with_ids`` adds the ids of the tokens, as vLLM does.
+    ``with_ids`` adds the ids of the tokens, as vLLM does. ``with_usage``: a stream ends with its
+    usage.
     """
 
     name = ""
@@ -68,9 +69,11 @@ class Answers:
         texts: TokenTexts,
         *,
         with_ids: bool,
+        with_usage: bool,
     ) -> None:
         self.request_id = request_id
         self.model = model
+        self.with_usage = with_usage
         self._head = {"id": request_id, "created": created, "model": model}
         self._prompts = prompts
         self._texts = texts
@@ -79,6 +82,11 @@ class Answers:
         self._with_logprobs = prompts[0].params.logprobs is not None
         self._choices = [_Choice(index) for index in range(self._n * len(prompts))]
         self._cached = [0] * len(prompts)
+        # Chunks differ in their choice alone; all but the last have ``usage: null`` where one ends.
+        self._encode = msgspec.json.Encoder().encode
+        head = {**self._head, "object": self.chunk_name, "choices": []}
+        self._chunk_begin = self._encode(head).removesuffix(b"]}")
+        self._chunk_end = b'],"usage":null}' if with_usage else b"]}"
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
 
     def take(self, prompt: int, output: RequestOutput) -> list[Json]:
@@ -112,24 +120,24 @@ class Answers:
                 body["prompt_token_ids"] = self._prompts[choice.index // self._n].token_ids
         return {**self._head, "object": self.name, "choices": choices, "usage": self.usage.body()}
 
-    def chunk(self, choices: list[Json], *, null_usage: bool = False) -> Json:
-        """Return one chunk of a stream; all but the last have ``usage: null`` where one follows."""
-        usage: Json = {"usage": None} if null_usage else {}
-        return {**self._head, "object": self.chunk_name, "choices": choices, **usage}
+    def chunk(self, choice: Json) -> bytes:
+        """Return one chunk of a stream."""
+        return self._chunk_begin + self._encode(choice) + self._chunk_end
 
-    def usage_chunk(self) -> Json:
+    def usage_chunk(self) -> bytes:
         """Return the last chunk of a stream whose usage was asked for."""
-        return self.chunk([]) | {"usage": self.usage.body()}
+        usage = self._encode(self.usage.body())
+        return self._chunk_begin + b'],"usage":' + usage + b"}"
 
     def _count(self, prompt: int, choice: _Choice, output: RequestOutput) -> bool:
         """Count an output; return whether it is a token: an end without one repeats the last."""
-        is_token = output.num_output_tokens > choice.num_tokens
-        self.usage.completion_tokens += output.num_output_tokens - choice.num_tokens
-        choice.num_tokens = output.num_output_tokens
-        cached = max(output.cached_tokens, self._cached[prompt])
-        self.usage.cached_tokens += cached - self._cached[prompt]
-        self._cached[prompt] = cached
-        return is_token
+        new = output.num_output_tokens - choice.num_tokens
+        self.usage.completion_tokens += new
+        choice.num_tokens += new
+        if output.cached_tokens > self._cached[prompt]:
+            self.usage.cached_tokens += output.cached_tokens - self._cached[prompt]
+            self._cached[prompt] = output.cached_tokens
+        return new > 0
 
     def _begin(self, choice: _Choice, prompt: int, output: RequestOutput) -> list[Json]:
         """Return what comes before a choice's first token."""
@@ -191,9 +199,9 @@ class CompletionAnswers(Answers):
 
     name = chunk_name = "text_completion"
 
-    def __init__(self, *args: Any, with_ids: bool, echo: bool, echoed: list[str]) -> None:
+    def __init__(self, *args: Any, echo: bool, echoed: list[str], **options: Any) -> None:
         """``echoed`` are the texts of the prompts."""
-        super().__init__(*args, with_ids=with_ids)
+        super().__init__(*args, **options)
         self._echo = echo
         self._echoed = echoed
 

@@ -94,7 +94,7 @@ class _Server:
         BoundedProtocol.max_connections = raise_descriptor_limit()
         self._http = _HttpServer(
             uvicorn.Config(
-                gateway.app,
+                gateway,
                 http=BoundedProtocol,
                 log_level="warning",
                 access_log=False,

@@ -96,7 +96,7 @@ async def in_process(
     """Serve an engine in this loop; yields the URL."""
     gateway = Gateway(engine, [MODEL], tenants or Tenants.anonymous(), **options)
     config = uvicorn.Config(
-        gateway.app, http=BoundedProtocol, log_level="warning", lifespan="off", ws="none"
+        gateway, http=BoundedProtocol, log_level="warning", lifespan="off", ws="none"
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
