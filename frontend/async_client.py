@@ -401,8 +401,6 @@ class AsyncClient:
             # What the engine said before it went counts, too: streams go on, or end, by it.
             while (cause or refusal) and self._connection is not None and self._connection.behind:
                 await asyncio.sleep(0)
-            if self._dead:  # by what came
-                return
             if refusal:
                 self._fail(refusal)
             elif cause and self._connection is not None:
