@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from deepinfer.gpu_worker.llama import Model
-from deepinfer.gpu_worker.loader import Checkpoint, SafetensorsFile, float32_to_bfloat16
-from deepinfer.gpu_worker.model_config import ModelError
+from deepinfer.wire.checkpoint import Checkpoint, SafetensorsFile, float32_to_bfloat16
+from deepinfer.wire.model_folder import ModelError
 from support.checkpoints import make_checkpoint
 from support.torch_backend import TorchBackend
 

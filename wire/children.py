@@ -45,13 +45,19 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Child:
-    """A process that runs ``python -m MODULE`` and dies with this one."""
+    """A process that runs ``python -m MODULE`` and dies with this one.
 
-    def __init__(self, module: str, config: msgspec.Struct) -> None:
+    It inherits the open files ``pass_fds``, under the same numbers.
+    """
+
+    def __init__(self, module: str, config: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> None:
         self.module = module
         # -P: a file of the app's folder that is named like a module must not take its place.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=_STDERR_FD
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=_STDERR_FD,
+            pass_fds=pass_fds,
         )
         frame = msgspec.msgpack.encode(config)
         assert self._process.stdin is not None

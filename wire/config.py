@@ -53,6 +53,14 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     """Reuse the KV blocks of equal prompt beginnings."""
     async_scheduling: bool = True
     """Plan the next step while one runs."""
+    num_image_workers: int = 1
+    """Processes that read images, for a model that takes some; 0 takes none."""
+    image_arena_bytes: int = 256 << 20
+    """Memory for images that were read, taken at the start of a model that takes some."""
+    image_urls: bool = False
+    """Fetch images by their http and https URLs; else only files and data URLs are taken."""
+    image_timeout_s: float = 120.0
+    """Longest time to fetch and read one image."""
     policy: str = "fcfs"
     """Whose turn it is: fcfs, priority (a lower number goes first) or fair (between user_ids)."""
     seed: int | None = None
@@ -79,9 +87,11 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     """Folder where each process of the engine writes at its end where its time went."""
     worker_module: str = "deepinfer.gpu_worker"
     """Python module that is run as the device worker."""
+    image_worker_module: str = "deepinfer.image_worker"
+    """Python module that is run as an image worker."""
 
     def __post_init__(self) -> None:
-        for field in ("model", "worker_module"):
+        for field in ("model", "worker_module", "image_worker_module"):
             value = getattr(self, field)
             if not isinstance(value, str) or not value or len(value) > 4096:
                 raise ValueError(f"{field} must be a non-empty string, got {shown(value)}")
@@ -100,6 +110,9 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
         check_int("max_num_seqs", self.max_num_seqs, 1, 65_536)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         check_int("max_queue_len", self.max_queue_len, 1, 1 << 24)
+        check_int("num_image_workers", self.num_image_workers, 0, 64)
+        check_int("image_arena_bytes", self.image_arena_bytes, 1 << 16, 1 << 50)
+        check_float("image_timeout_s", self.image_timeout_s, 0.1, 86_400)
         check_float("heartbeat_timeout_s", self.heartbeat_timeout_s, 2.0, 86_400)
         check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86_400)
         check_float("start_timeout_s", self.start_timeout_s, 0.1, 86_400)
@@ -120,6 +133,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
             "stop_preempted_request",
             "enable_prefix_caching",
             "async_scheduling",
+            "image_urls",
             "weight_cache",
         ):
             if not isinstance(getattr(self, field), bool):
@@ -157,8 +171,10 @@ class SchedulerConfig(msgspec.Struct, kw_only=True):
 
 
 class WorkerConfig(msgspec.Struct, kw_only=True):
-    """What the scheduler tells a device worker at its start."""
+    """What the scheduler tells a device worker or an image worker at its start."""
 
     args: EngineArgs
     endpoint: str
     identity: bytes
+    arena_fd: int | None = None
+    """The arena's descriptor, inherited; ``None`` for a model without images."""

@@ -22,6 +22,10 @@ MAX_REQUEST_ID_CHARS = 256
 MAX_USER_ID_CHARS = 256
 MAX_SALT_CHARS = 256
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+MAX_IMAGES = 64
+MAX_IMAGE_BYTES = 24 << 20
+"""Of the files of all images of one request."""
+MAX_IMAGE_URL_CHARS = 4096
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
@@ -59,12 +63,15 @@ class Drain(Message):
 
 
 class ImageRef(Part):
-    """One image of a request: its bytes or its URL, and where its tokens stand in the prompt."""
+    """One image of a request: its bytes or its URL, and where its placeholder stands in the prompt.
+
+    The prompt holds one placeholder token for an image, whatever its size; the scheduler puts the
+    image's own tokens there when they are known.
+    """
 
     data: bytes = b""
     url: str = ""
-    offset: int = 0
-    num_tokens: int = 0
+    position: int = 0
 
 
 class AddRequest(Message):
@@ -119,6 +126,20 @@ class Call(Message):
 # ---- scheduler to client ----------------------------------------------------------------------
 
 
+class ImageInput(Part):
+    """How an engine takes images.
+
+    - ``placeholder``: the token that stands for an image in a prompt.
+    - ``max_images``, ``max_bytes``: of one request, all its files together.
+    - ``urls``: whether it fetches images.
+    """
+
+    placeholder: int
+    max_images: int
+    max_bytes: int
+    urls: bool
+
+
 class EngineInfo(Part):
     """What a client must know about the engine behind the scheduler."""
 
@@ -136,6 +157,8 @@ class EngineInfo(Part):
     architecture: str
     start_s: dict[str, float] = {}
     """Seconds of each phase of the worker's start."""
+    images: ImageInput | None = None
+    """``None`` when it takes no images."""
 
 
 class Welcome(Message):
@@ -209,11 +232,15 @@ class RowExtra(Part):
 
 
 class RowNote(Part):
-    """Counters of a request, sent when they change (with its first token, after a preemption)."""
+    """Counters of a request, sent when they change (with its first token, after a preemption).
+
+    ``prompt_tokens`` counts an image as all the tokens that took the place of its placeholder.
+    """
 
     key: int
     cached_tokens: int
     num_preemptions: int
+    prompt_tokens: int
 
 
 class End(Part):
@@ -231,6 +258,7 @@ class End(Part):
     queue_ms: float
     total_ms: float
     message: str = ""
+    prompt_tokens: int = 0
 
 
 class OutputBatch(Message):

@@ -11,10 +11,26 @@ Columns are little-endian int32 bytes.
 
 from __future__ import annotations
 
+from deepinfer.wire.arena import Region
 from deepinfer.wire.messages import Message, Part, PromptLogprobs, TokenLogprobs
 from deepinfer.wire.params import SamplingParams
 
 # ---- scheduler to worker ----------------------------------------------------------------------
+
+
+class ImageSpan(Part):
+    """An image in a sequence's tokens.
+
+    - ``position``: of the first of its tokens in the sequence.
+    - ``runs``: int32 column of pairs (offset from ``position``, count): the tokens whose embeddings
+      are the lines of ``region``, float32 [total of the runs, hidden size], in this order.
+    - ``grid``: (frames, rows, columns) for rotary positions in three axes, else empty.
+    """
+
+    position: int
+    runs: bytes
+    region: Region
+    grid: tuple[int, ...] = ()
 
 
 class RowAdmit(Part):
@@ -26,6 +42,8 @@ class RowAdmit(Part):
     - ``num_cached``: tokens at the front whose keys and values already lie in ``blocks``.
     - ``blocks``: int32 column, the block table so far; enough for all of ``tokens``.
     - ``prompt_logprobs_start``: first prompt position whose log probabilities are still wanted.
+    - ``images``: in order of position. Their regions stay as they are until the result of the first
+      step that has released the slot, or of the last step of the worker, was read.
     """
 
     slot: int
@@ -36,6 +54,7 @@ class RowAdmit(Part):
     blocks: bytes
     params: SamplingParams
     prompt_logprobs_start: int = 1
+    images: list[ImageSpan] = []
 
 
 class StepPlan(Message):

@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from deepinfer.gpu_worker.model_config import ModelError, read_json
 from deepinfer.wire.checks import shown
+from deepinfer.wire.model_folder import ModelError, read_json
+
+Array = npt.NDArray[Any]
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMENSIONS = 16
@@ -53,7 +56,7 @@ class SafetensorsFile:
             raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
         self.tensors = self._read_header()
 
-    def view(self, name: str) -> tuple[str, np.ndarray]:
+    def view(self, name: str) -> tuple[str, Array]:
         """File dtype and read-only array of a tensor; BF16 comes as uint16, without a copy."""
         tensor = self.tensors[name]
         if tensor.dtype not in _DTYPES:
@@ -148,7 +151,11 @@ class Checkpoint:
             )
         self._unread = set(self._files)
 
-    def weight(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._files
+
+    def weight(self, name: str, shape: tuple[int, ...], dtype: str) -> Array:
         """A tensor in storage dtype: float32, or bfloat16 as uint16 (round to nearest even).
 
         A view of the file when it has that dtype already, else a converted copy. ``dtype`` is
@@ -169,6 +176,11 @@ class Checkpoint:
     def ignore(self, *names: str) -> None:
         """Mark tensors, there or not, as known to be of no use."""
         self._unread.difference_update(names)
+
+    def ignore_below(self, *names: str) -> None:
+        """Mark the tensors whose names begin with one of ``names`` and a dot: others read them."""
+        below = tuple(f"{name}." for name in names)
+        self.ignore(*(tensor for tensor in self._files if tensor.startswith(below)))
 
     def check_all_read(self) -> None:
         """Raise ``ModelError`` when a tensor was neither read nor ignored.
@@ -203,7 +215,7 @@ def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsFile]:
     return files
 
 
-def _converted(array: np.ndarray, stored: str, dtype: str) -> np.ndarray:
+def _converted(array: Array, stored: str, dtype: str) -> Array:
     """``array`` in storage dtype, converted a slice at a time so that temporaries stay small."""
     if (stored, dtype) in (("F32", "float32"), ("BF16", "bfloat16")):
         return array
@@ -218,12 +230,12 @@ def _converted(array: np.ndarray, stored: str, dtype: str) -> np.ndarray:
     return out.reshape(array.shape)
 
 
-def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
+def bfloat16_to_float32(bits: Array) -> Array:
     """Exact float32 values of bfloat16 numbers given as uint16; any shape."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def float32_to_bfloat16(values: np.ndarray) -> np.ndarray:
+def float32_to_bfloat16(values: Array) -> Array:
     """Nearest bfloat16 (ties to even) as uint16; NaN stays NaN; any shape."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     # Adding just under half of the cut-off part, plus one when the kept part is odd, rounds to
