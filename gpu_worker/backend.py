@@ -43,6 +43,18 @@ def padded_to_lanes(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
+_COLUMNS = (
+    "token_ids",
+    "positions",
+    "q_start",
+    "slots",
+    "lengths",
+    "block_tables",
+    "logit_index",
+    "rope",
+)
+
+
 @dataclass(slots=True)
 class RaggedBatch:
     """The rows of one step: each brings the next q >= 1 tokens of its sequence.
@@ -54,6 +66,10 @@ class RaggedBatch:
     - ``lengths`` int32 [R]: tokens in the cache after this step, those of this step included.
     - ``block_tables`` int32 [S, B]: KV blocks of every slot, in order of position.
     - ``logit_index`` int32 [L]: the tokens (indices into T, ascending) whose logits are wanted.
+    - ``images``: pieces of images, each the index of its first token in T and float32 lines [n, K]
+      that take the place of these n tokens' embeddings.
+    - ``rope`` int32 [A, T]: positions by which queries and keys are turned, where they are not
+      ``positions``: one axis, or those of frame, row and column as soon as there are images.
 
     Arrays of another layout (read-only, strided, another integer type) are copied.
     """
@@ -65,11 +81,15 @@ class RaggedBatch:
     lengths: Int32
     block_tables: Int32
     logit_index: Int32
+    images: Sequence[tuple[int, Float32]] = ()
+    rope: Int32 | None = None
 
     def __post_init__(self) -> None:
         # Compiled kernels exist for one layout; another would be compiled in the middle of a step.
-        for name in self.__slots__:
+        for name in _COLUMNS:
             array = getattr(self, name)
+            if array is None:
+                continue
             if array.dtype != np.int32 or not (array.flags.carray and array.flags.writeable):
                 setattr(self, name, np.array(array, np.int32, order="C"))
 
@@ -193,6 +213,9 @@ class Backend(Protocol):
     def embed(self, ids: Int32, table: Any, out: Float32) -> None:
         """Write row ``ids[t]`` of a packed [V, K] matrix to ``out[t]``, [T, K]."""
 
+    def put_rows(self, x: Float32, at: int, out: Float32) -> None:
+        """``out[at + i] = x[i]``: embeddings that come from elsewhere. Never recorded."""
+
     def take_rows(self, x: Stored, index: Int32, out: Stored) -> None:
         """``out[i] = x[index[i]]``: the rows that go on to the logits, of one dtype."""
 
@@ -213,6 +236,7 @@ class Backend(Protocol):
         batch: RaggedBatch,
         cos: Float32,
         sin: Float32,
+        lines: Int32,
         q_norm: Float32 | None,
         k_norm: Float32 | None,
         eps: float,
@@ -222,7 +246,7 @@ class Backend(Protocol):
         ``qkv`` [T, (HQ + 2 HK) * D] holds the heads of q, then k, then v. Its q part is changed in
         place; its k and v parts may or may not be. ``q_norm`` and ``k_norm`` [D] are the weights of
         an RMSNorm per head (Qwen3), both or none. The rotation is the rotate-half form: dimension i
-        is paired with i + D/2 and turned by ``cos``, ``sin`` [P, D/2] at the token's position.
+        is paired with i + D/2 and token t turned by line ``lines[t]`` of ``cos``, ``sin`` [P, D/2].
         """
 
     def attention(

@@ -179,6 +179,11 @@ class CpuBackend:
         else:
             self._launch(linear.gather_rows, table.panels, ids, out)
 
+    def put_rows(self, x: Float32, at: int, out: Float32) -> None:
+        """See ``Backend.put_rows``; no decode step has any, so it is not for recording."""
+        assert self._recording is None
+        out[at : at + len(x)] = x
+
     def take_rows(self, x: Stored, index: Int32, out: Stored) -> None:
         """See ``Backend.take_rows``."""
         self._launch(elementwise.take_rows, x, index, out)
@@ -215,6 +220,7 @@ class CpuBackend:
         batch: RaggedBatch,
         cos: Float32,
         sin: Float32,
+        lines: Int32,
         q_norm: Float32 | None,
         k_norm: Float32 | None,
         eps: float,
@@ -234,6 +240,7 @@ class CpuBackend:
             batch.block_tables,
             cos,
             sin,
+            lines,
             np.stack((q_norm, k_norm)) if normed else _NO_NORMS,  # type: ignore[arg-type]
             normed,
             eps,
@@ -300,7 +307,7 @@ class CpuBackend:
         activated = np.zeros((1, LANES), gate_up.input_dtype)
         self.linear(x, gate_up, activated, norm=RMSNorm(one, 1e-5))
         self.linear(activated, weight, qkv)
-        self.rope_and_cache(qkv, layer, batch, angles, angles, one, one, 1e-5)
+        self.rope_and_cache(qkv, layer, batch, angles, angles, zero, one, one, 1e-5)
         self.attention(qkv, layer, batch, 1.0, 0, activated)
         self.take_rows(activated, zero, activated.copy())
         self.log_softmax_stats(x)

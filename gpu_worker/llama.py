@@ -1,8 +1,11 @@
-"""The decoder-only transformer that Llama, Mistral, Qwen2 and Qwen3 share.
+"""The decoder-only transformer that Llama, Mistral, Qwen2, Qwen3 and models with images share.
 
 RMSNorm before each half of a layer, rotary positions, grouped-query attention, a gated SiLU
 feed-forward (Touvron et al., arXiv:2302.13971; Jiang et al., arXiv:2310.06825). The families
 differ in biases, per-head norms of q and k, and sliding windows, all of which is configuration.
+
+An image is lines that take the place of its tokens' embeddings (Idefics3, arXiv:2408.12637); in
+Qwen2.5-VL (arXiv:2502.13923) its tokens have positions in three axes as well, see ``rope``.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,16 +21,18 @@ from deepinfer.gpu_worker.backend import (
     STORAGE,
     Backend,
     Float32,
+    Int32,
     KVCache,
     KVLayer,
     RaggedBatch,
     RMSNorm,
     Stored,
 )
-from deepinfer.gpu_worker.loader import Checkpoint
-from deepinfer.gpu_worker.model_config import ModelConfig, ModelError, load_model_config
-from deepinfer.gpu_worker.rope import rope_tables
+from deepinfer.gpu_worker.model_config import ModelConfig, load_model_config
+from deepinfer.gpu_worker.rope import axis_tables, rope_tables
 from deepinfer.gpu_worker.weight_cache import WeightCache
+from deepinfer.wire.checkpoint import Checkpoint
+from deepinfer.wire.model_folder import ModelError
 
 _WARM_UP_TOKENS = 40
 # Rows of a decode step up to which its operations are recorded: each number of rows is a recording
@@ -60,11 +65,23 @@ class Weights:
     head: Any
 
 
+class Rotation(NamedTuple):
+    """Line ``lines[t]`` of ``cos`` and ``sin``, [P, D / 2], turns queries and keys of token t."""
+
+    cos: Float32
+    sin: Float32
+    lines: Int32
+
+
 @dataclass(slots=True)
 class DecodeStep:
-    """The recorded step of a number of rows with one token each: ``run`` reads ``batch``."""
+    """The recorded step of a number of rows with one token each: ``run`` reads all the others.
+
+    The lines of ``rotation`` are the batch's positions, or an array of their own.
+    """
 
     batch: RaggedBatch
+    rotation: Rotation
     logits: Float32
     run: Callable[[], None]
 
@@ -73,7 +90,7 @@ class Model:
     """One loaded model and its KV cache: ``forward`` turns the rows of a step into logits.
 
     Public attributes: ``architecture``, ``vocab_size``, ``max_model_len`` (tokens, prompt and
-    output), ``eos_token_ids``, ``config`` and ``dtype``.
+    output), ``eos_token_ids``, ``hidden_size``, ``rope_axes``, ``config`` and ``dtype``.
     """
 
     def __init__(
@@ -90,6 +107,8 @@ class Model:
         self.dtype = dtype
         self.architecture = config.architecture
         self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.rope_axes = len(config.rope.sections) or 1
         self.max_model_len = max_model_len or config.max_model_len
         self.eos_token_ids = config.eos_token_ids
         self.embedding = weights.embedding
@@ -100,7 +119,7 @@ class Model:
         self.kv_dtype = kv_cache_dtype or self.dtype
         self.cache: KVCache | None = None
         self._scratch: dict[str, Stored] = {}
-        self._decode_steps: dict[tuple[int, int], DecodeStep] = {}
+        self._decode_steps: dict[tuple[int, int, bool], DecodeStep] = {}
 
     @classmethod
     def load(
@@ -203,26 +222,38 @@ class Model:
         scratch: the caller may change it, and the next ``forward`` overwrites it.
         """
         rows = len(batch.slots)
-        if len(batch.token_ids) == len(batch.logit_index) == rows <= _MOST_RECORDED_ROWS:
+        one_each = len(batch.token_ids) == len(batch.logit_index) == rows
+        if one_each and rows <= _MOST_RECORDED_ROWS and not batch.images:
             return self._decode(batch)
         logits = self._buffer("logits", len(batch.logit_index), self.vocab_size)
-        self._compute(batch, logits)
+        self._compute(batch, logits, self._rotation(batch))
         return logits
+
+    def _rotation(self, batch: RaggedBatch) -> Rotation:
+        if batch.rope is None:
+            return Rotation(self.cos, self.sin, batch.positions)
+        if len(batch.rope) == 1:
+            return Rotation(self.cos, self.sin, batch.rope[0])
+        cos, sin = axis_tables(self.cos, self.sin, batch.rope, self.config.rope.sections)
+        return Rotation(cos, sin, np.arange(len(cos), dtype=np.int32))
 
     def _decode(self, batch: RaggedBatch) -> Float32:
         """Run one token a row, all with logits, by the operations recorded for so many rows."""
         tables = batch.block_tables[batch.slots]
-        step = self._decode_steps.get(tables.shape)
+        key = *tables.shape, batch.rope is not None
+        step = self._decode_steps.get(key)
         if step is None:
-            step = self._decode_steps[tables.shape] = self._record(*tables.shape)
+            step = self._decode_steps[key] = self._record(*key)
         step.batch.token_ids[:] = batch.token_ids
         step.batch.positions[:] = batch.positions
         step.batch.lengths[:] = batch.lengths
         step.batch.block_tables[:] = tables
+        if batch.rope is not None:
+            step.rotation.lines[:] = batch.rope[0]
         step.run()
         return step.logits
 
-    def _record(self, rows: int, table_width: int) -> DecodeStep:
+    def _record(self, rows: int, table_width: int, own_lines: bool) -> DecodeStep:
         batch = RaggedBatch(
             token_ids=np.zeros(rows, np.int32),
             positions=np.zeros(rows, np.int32),
@@ -232,18 +263,22 @@ class Model:
             block_tables=np.zeros((rows, table_width), np.int32),
             logit_index=np.arange(rows, dtype=np.int32),
         )
+        lines = np.zeros(rows, np.int32) if own_lines else batch.positions
+        rotation = Rotation(self.cos, self.sin, lines)
         logits = self._buffer("logits", rows, self.vocab_size)
-        run = self.backend.record(lambda: self._compute(batch, logits))
-        return DecodeStep(batch, logits, run)
+        run = self.backend.record(lambda: self._compute(batch, logits, rotation))
+        return DecodeStep(batch, rotation, logits, run)
 
-    def _compute(self, batch: RaggedBatch, logits: Float32) -> None:
+    def _compute(self, batch: RaggedBatch, logits: Float32, rotation: Rotation) -> None:
         """All operations of a step, from token ids to ``logits``."""
         assert self.cache is not None, "attach_cache comes before forward"
         hidden = self._buffer("hidden", len(batch.token_ids), self.config.hidden_size)
         self.backend.embed(batch.token_ids, self.embedding, hidden)
+        for at, rows in batch.images:
+            self.backend.put_rows(rows, at, hidden)
         last = len(self.layers) - 1
         for index, (layer, kv) in enumerate(zip(self.layers, self.cache.layers, strict=True)):
-            attended = self._attend(layer, kv, batch, hidden)
+            attended = self._attend(layer, kv, batch, hidden, rotation)
             if index == last:
                 # No later layer reads the other tokens: only those with logits go on.
                 hidden = self._take(batch, hidden, "wanted_hidden")
@@ -252,14 +287,21 @@ class Model:
             self._feed_forward(layer, hidden)
         self.backend.linear(hidden, self.head, logits, norm=self.final_norm)
 
-    def _attend(self, layer: Layer, kv: KVLayer, batch: RaggedBatch, hidden: Float32) -> Stored:
+    def _attend(
+        self,
+        layer: Layer,
+        kv: KVLayer,
+        batch: RaggedBatch,
+        hidden: Float32,
+        rotation: Rotation,
+    ) -> Stored:
         """Attention of every token over the cache, ``[T, HQ * D]``, before the output matrix."""
         config, backend, tokens = self.config, self.backend, len(hidden)
         heads = config.num_heads + 2 * config.num_kv_heads
         qkv = self._buffer("qkv", tokens, heads * config.head_dim)
         backend.linear(hidden, layer.qkv, qkv, norm=layer.input_norm)
         backend.rope_and_cache(
-            qkv, kv, batch, self.cos, self.sin, layer.q_norm, layer.k_norm, config.norm_eps
+            qkv, kv, batch, *rotation, layer.q_norm, layer.k_norm, config.norm_eps
         )
         columns, dtype = config.num_heads * config.head_dim, layer.output.input_dtype
         attended = self._buffer("attended", tokens, columns, dtype)
@@ -308,28 +350,38 @@ class _Packing:
         self.backend = backend
         self.dtype = dtype
         self.quantization = quantization
+        roots = config.text_weights
+        there = (root for root in roots if checkpoint.has(f"{root}.embed_tokens.weight"))
+        self.root = next(there, roots[-1])
 
     def all(self) -> Weights:
         """Pack everything; ``ModelError`` when a tensor is missing, or is none of the model's."""
         config = self.config
+        tied = config.tied_embeddings or (
+            config.head_may_be_missing and not self.checkpoint.has("lm_head.weight")
+        )
         weights = Weights(
-            embedding=self._vocabulary_matrix("model.embed_tokens"),
+            embedding=self._vocabulary_matrix(f"{self.root}.embed_tokens"),
             layers=[self._layer(index) for index in range(config.num_layers)],
-            final_norm=self._norm("model.norm"),
-            head=None if config.tied_embeddings else self._vocabulary_matrix("lm_head"),
+            final_norm=self._norm(f"{self.root}.norm"),
+            head=None if tied else self._vocabulary_matrix("lm_head"),
         )
         # Older exporters wrote these; both follow from config.json and the other tensors.
         self.checkpoint.ignore(
             "lm_head.weight",
-            *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)),
+            *(
+                f"{self.root}.layers.{i}.self_attn.rotary_emb.inv_freq"
+                for i in range(config.num_layers)
+            ),
         )
+        self.checkpoint.ignore_below(*config.encoder_weights)
         self.checkpoint.check_all_read()
         return weights
 
     def _layer(self, index: int) -> Layer:
         config, hidden, head_dim = self.config, self.config.hidden_size, self.config.head_dim
         queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        layer = f"model.layers.{index}"
+        layer = f"{self.root}.layers.{index}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
         return Layer(
             input_norm=self._norm(f"{layer}.input_layernorm"),

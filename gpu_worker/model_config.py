@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepinfer.wire.checks import check_float, check_int, shown
+from deepinfer.wire.checks import check_int, shown
+from deepinfer.wire.model_folder import Fields, ModelError, read_json
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_MAX_JSON_BYTES = 8 << 20
 _MAX_POSITIONS = 1 << 24
-_ABSENT: Any = object()
+
+# Positions of a plane's angle: of the frame, the row and the column of a patch.
+_ROPE_AXES = 3
 
 # What transformers assumes for a key that config.json leaves out; the keys not named here
 # (hidden_size and the like) have no sensible default and must be present.
@@ -43,16 +44,76 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_window_layers": 28,
     },
 }
-ARCHITECTURES = tuple(_DEFAULTS)
+# Older versions of transformers leave out of a text_config all that is as its class has it.
+_LLAMA_TEXT = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+}
+_QWEN2_5_VL_TEXT = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "mrope_section": [16, 24, 24],
+    "sliding_window": 4096,
+    "max_window_layers": 80,
+}
 
 
-class ModelError(ValueError):
-    """A model folder that cannot be served; the message names the file, the field and the limit."""
+@dataclass(frozen=True, slots=True)
+class _VisionLanguage:
+    """A model with images: its text model is one of the others, described in ``text_config``.
+
+    - ``model_types``: what text_config may say it is.
+    - ``text_weights``: how the names of the text model's tensors begin, one of them.
+    - ``encoder_weights``: how those begin that the image worker reads.
+    """
+
+    text: str
+    model_types: tuple[str, ...]
+    defaults: dict[str, Any]
+    text_weights: tuple[str, ...]
+    encoder_weights: tuple[str, ...]
+
+
+_IDEFICS3 = _VisionLanguage(
+    "LlamaForCausalLM",
+    ("llama",),
+    _LLAMA_TEXT,
+    ("model.text_model",),
+    ("model.vision_model", "model.connector"),
+)
+_VISION: dict[str, _VisionLanguage] = {
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "Qwen2_5_VLForConditionalGeneration": _VisionLanguage(
+        "Qwen2ForCausalLM",
+        ("qwen2_5_vl", "qwen2_5_vl_text"),
+        _QWEN2_5_VL_TEXT,
+        ("model.language_model", "model"),
+        ("model.visual", "visual"),
+    ),
+}
+ARCHITECTURES = (*_DEFAULTS, *_VISION)
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: ``kind`` is one of ``ROPE_TYPES``; rope.py has the formulas."""
+    """Rotary position embedding: ``kind`` is one of ``ROPE_TYPES``; rope.py has the formulas.
+
+    ``sections``: planes that the position in each of three axes turns, first to last; empty where
+    a position is one number.
+    """
 
     kind: str
     theta: float
@@ -66,6 +127,7 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +136,10 @@ class ModelConfig:
 
     ``windows`` has one entry per layer: the number of last positions a token sees, itself
     included; 0 is all of them. ``max_model_len`` counts tokens, prompt and output.
+
+    ``text_weights`` are the possible beginnings of the decoder's tensor names, ``encoder_weights``
+    those of tensors that are no part of it. With ``head_may_be_missing`` the output head is the
+    embedding when the checkpoint has none.
     """
 
     architecture: str
@@ -94,6 +160,9 @@ class ModelConfig:
     rope: RopeConfig
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    text_weights: tuple[str, ...] = ("model",)
+    encoder_weights: tuple[str, ...] = ()
+    head_may_be_missing: bool = False
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -106,17 +175,54 @@ def load_model_config(folder: Path) -> ModelConfig:
     if not generation.exists():
         return config
     # Chat models often name their end-of-turn token only here, so both files count.
-    fields = _Fields(read_json(generation), {"eos_token_id": None}, generation.name)
-    eos_token_ids = config.eos_token_ids + fields.token_ids(config.vocab_size)
+    fields = Fields(read_json(generation), {"eos_token_id": None}, generation.name)
+    eos_token_ids = config.eos_token_ids + _token_ids(fields, config.vocab_size)
     return replace(config, eos_token_ids=tuple(dict.fromkeys(eos_token_ids)))
 
 
 def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     """Turn the object of a config.json into a ``ModelConfig``; ``ModelError`` if it cannot be."""
     architecture = _architecture(raw)
-    fields = _Fields(raw, {**_COMMON_DEFAULTS, **_DEFAULTS[architecture]}, "config.json")
-    if raw.get("quantization_config") is not None:
-        raise fields.error("quantization_config is not supported; use the unquantised model")
+    if architecture in _VISION:
+        return _vision_language(raw, architecture, _VISION[architecture])
+    fields = Fields(raw, {**_COMMON_DEFAULTS, **_DEFAULTS[architecture]}, "config.json")
+    return _decoder(fields, architecture)
+
+
+def _vision_language(
+    raw: dict[str, Any], architecture: str, family: _VisionLanguage
+) -> ModelConfig:
+    """The text model's configuration; the image worker reads the encoder's."""
+    # Files of Qwen2.5-VL that are older than text_config have its fields at the top.
+    text = raw.get("text_config")
+    if text is None:
+        text = raw if family.text == "Qwen2ForCausalLM" else {}
+    if not isinstance(text, dict):
+        raise ModelError(f"config.json: text_config must be an object, got {shown(text)}")
+    source = "config.json" if text is raw else "config.json: text_config"
+    fields = Fields(text, {**_COMMON_DEFAULTS, **family.defaults}, source)
+    if (model_type := text.get("model_type", family.model_types[0])) not in family.model_types:
+        raise fields.error(f"model_type must be {family.model_types[0]}, got {shown(model_type)}")
+    top = Fields(raw, _COMMON_DEFAULTS, "config.json")
+    _check_unquantised(top)
+    config = _decoder(fields, family.text)
+    tied = top.flag("tie_word_embeddings")
+    if family.text == "Qwen2ForCausalLM":
+        tied = tied or config.tied_embeddings
+    eos_token_ids = config.eos_token_ids + _token_ids(top, config.vocab_size)
+    return replace(
+        config,
+        architecture=architecture,
+        tied_embeddings=tied,
+        head_may_be_missing=config.tied_embeddings,
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+        text_weights=family.text_weights,
+        encoder_weights=family.encoder_weights,
+    )
+
+
+def _decoder(fields: Fields, architecture: str) -> ModelConfig:
+    _check_unquantised(fields)
     if (hidden_act := fields.get("hidden_act")) != "silu":
         raise fields.error(f"hidden_act must be silu, got {shown(hidden_act)}")
 
@@ -145,7 +251,7 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
 
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
     max_positions = fields.integer("max_position_embeddings", 1, _MAX_POSITIONS)
-    rope = _rope(fields, max_positions)
+    rope = _rope(fields, max_positions, head_dim)
     qwen2 = architecture == "Qwen2ForCausalLM"
     biased = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.flag(
         "attention_bias"
@@ -168,77 +274,25 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         windows=_windows(fields, architecture, num_layers),
         rope=rope,
         max_model_len=_max_model_len(rope, max_positions),
-        eos_token_ids=fields.token_ids(vocab_size),
+        eos_token_ids=_token_ids(fields, vocab_size),
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; ``ModelError`` when missing, oversized or not an object."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > _MAX_JSON_BYTES:
-        raise ModelError(f"{path}: larger than {_MAX_JSON_BYTES} bytes")
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: must hold a JSON object, got {type(value).__name__}")
-    return value
+def _check_unquantised(fields: Fields) -> None:
+    if fields.raw.get("quantization_config") is not None:
+        raise fields.error("quantization_config is not supported; use the unquantised model")
 
 
-class _Fields:
-    """One JSON object read field by field; every complaint names the file and the field."""
-
-    def __init__(self, raw: dict[str, Any], defaults: dict[str, Any], source: str) -> None:
-        self.raw = raw
-        self.defaults = defaults
-        self.source = source
-
-    def error(self, message: str) -> ModelError:
-        return ModelError(f"{self.source}: {message}")
-
-    def get(self, name: str) -> Any:
-        value = self.raw.get(name, self.defaults.get(name, _ABSENT))
-        if value is _ABSENT:
-            raise self.error(f"{name} is missing")
-        return value
-
-    def integer(self, name: str, low: int, high: int) -> int:
-        value = self.get(name)
+def _token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """The EOS ids, which config files give as null, one id or a list of ids."""
+    value = fields.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token_id in ids:
         try:
-            check_int(name, value, low, high)
+            check_int("eos_token_id", token_id, 0, vocab_size - 1)
         except ValueError as error:
-            raise self.error(str(error)) from error
-        return int(value)
-
-    def number(self, name: str, low: float, high: float, *, low_open: bool = False) -> float:
-        value = self.get(name)
-        try:
-            check_float(name, value, low, high, low_open=low_open)
-        except (ValueError, OverflowError) as error:
-            raise self.error(f"{name}: {error}") from error
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self.get(name)
-        if not isinstance(value, bool):
-            raise self.error(f"{name} must be true or false, got {shown(value)}")
-        return value
-
-    def token_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """The EOS ids, which config files give as null, one id or a list of ids."""
-        value = self.get("eos_token_id")
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        for token_id in ids:
-            try:
-                check_int("eos_token_id", token_id, 0, vocab_size - 1)
-            except ValueError as error:
-                raise self.error(str(error)) from error
-        return tuple(ids)
+            raise fields.error(str(error)) from error
+    return tuple(ids)
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -246,7 +300,7 @@ def _architecture(raw: dict[str, Any]) -> str:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"config.json: architectures must be a list of names, got {shown(names)}")
     for name in names:
-        if name in _DEFAULTS:
+        if name in ARCHITECTURES:
             return str(name)
     found = ", ".join(shown(name) for name in names[:4]) or "missing"
     raise ModelError(
@@ -254,7 +308,7 @@ def _architecture(raw: dict[str, Any]) -> str:
     )
 
 
-def _windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int, ...]:
+def _windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int, ...]:
     """Sliding window per layer, 0 where the layer sees everything."""
     full = (0,) * num_layers
     if architecture == "LlamaForCausalLM" or fields.get("sliding_window") is None:
@@ -279,7 +333,7 @@ def _windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int, 
     return tuple(known[kind] for kind in kinds)
 
 
-def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
+def _rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
     """Rope settings from ``rope_parameters`` (newer files) or ``rope_scaling`` + ``rope_theta``."""
     raw = fields.raw
     # transformers gives the older spelling precedence when a file carries both.
@@ -288,6 +342,10 @@ def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
     if not isinstance(values, dict):
         raise fields.error(f"{name} must be an object, got {shown(values)}")
     kind = values.get("rope_type", values.get("type", "default"))
+    sections: tuple[int, ...] = ()
+    if "mrope_section" in fields.defaults:
+        sections = _sections(fields, values, head_dim // 2)
+        kind = "default" if kind == "mrope" else kind
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise fields.error(
             f"{name}.rope_type is {shown(kind)}; supported are {', '.join(ROPE_TYPES)}"
@@ -304,7 +362,7 @@ def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
     if raw.get("original_max_position_embeddings") is not None:
         given["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     defaults = {
-        "rope_theta": raw.get("rope_theta") or 10000.0,
+        "rope_theta": raw.get("rope_theta") or fields.defaults.get("rope_theta", 10000.0),
         "original_max_position_embeddings": max_positions,
         "beta_fast": 32.0,
         "beta_slow": 1.0,
@@ -312,20 +370,22 @@ def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
         "mscale": 0.0,
         "mscale_all_dim": 0.0,
     }
-    rope = _Fields(given, defaults, f"{fields.source}: {name}")
+    rope = Fields(given, defaults, f"{fields.source}: {name}")
     theta = rope.number("rope_theta", 1, 1e15, low_open=True)
     if kind == "default":
-        return RopeConfig(kind, theta)
+        return RopeConfig(kind, theta, sections=sections)
     original = rope.integer("original_max_position_embeddings", 1, _MAX_POSITIONS)
     if kind == "yarn":
         defaults["factor"] = max(1.0, max_positions / original)
     factor = rope.number("factor", 1, 1e6)
     if kind == "linear":
-        return RopeConfig(kind, theta, factor)
+        return RopeConfig(kind, theta, factor, sections=sections)
     if kind == "llama3":
         low_freq_factor = rope.number("low_freq_factor", 0, 1e6, low_open=True)
         high_freq_factor = rope.number("high_freq_factor", low_freq_factor, 1e6, low_open=True)
-        return RopeConfig(kind, theta, factor, original, low_freq_factor, high_freq_factor)
+        return RopeConfig(
+            kind, theta, factor, original, low_freq_factor, high_freq_factor, sections=sections
+        )
     beta_slow = rope.number("beta_slow", 0, 1e6, low_open=True)
     return RopeConfig(
         kind,
@@ -340,7 +400,24 @@ def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
         ),
         mscale=rope.number("mscale", 0, 1e6),
         mscale_all_dim=rope.number("mscale_all_dim", 0, 1e6),
+        sections=sections,
     )
+
+
+def _sections(fields: Fields, values: dict[str, Any], planes: int) -> tuple[int, ...]:
+    """How many of the ``planes`` turn by the position in each of the three axes."""
+    sections = values.get("mrope_section", fields.defaults["mrope_section"])
+    if (
+        not isinstance(sections, list)
+        or len(sections) != _ROPE_AXES
+        or not all(type(size) is int and size >= 0 for size in sections)
+        or sum(sections) != planes
+    ):
+        raise fields.error(
+            f"mrope_section must be {_ROPE_AXES} numbers with the sum {planes}, "
+            f"half of head_dim, got {shown(sections)}"
+        )
+    return tuple(sections)
 
 
 def _max_model_len(rope: RopeConfig, max_positions: int) -> int:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from deepinfer.wire.actor import Actor
+from deepinfer.wire.arena import Arena
 from deepinfer.wire.children import exit_with_parent, read_config
 from deepinfer.wire.codec import MAX_STEP_BYTES, BadFrame, Codec
 from deepinfer.wire.config import EngineArgs, WorkerConfig, cpu_set
@@ -198,6 +199,7 @@ class WorkerProcess:
         phases: dict[str, float] = {}
         model, num_blocks, team, profile = self._load_model(args, phases)
         clock = _PhaseClock(phases)
+        arena = None if self._config.arena_fd is None else Arena.attach(self._config.arena_fd)
         # Late: it imports numba, and the loading of a model has something to do meanwhile.
         from deepinfer.gpu_worker.runner import Runner
 
@@ -214,6 +216,7 @@ class WorkerProcess:
             block_size=args.block_size,
             eos_token_ids=model.eos_token_ids,
             team=team,
+            arena=arena,
         )
         self._runner.warm_up()
         clock.lap("sampling")

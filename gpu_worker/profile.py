@@ -185,13 +185,14 @@ class ProfilingBackend:
         batch: RaggedBatch,
         cos: Float32,
         sin: Float32,
+        lines: Int32,
         q_norm: Float32 | None,
         k_norm: Float32 | None,
         eps: float,
     ) -> None:
         """See ``Backend.rope_and_cache``."""
         started = time.monotonic_ns()
-        self._backend.rope_and_cache(qkv, layer, batch, cos, sin, q_norm, k_norm, eps)
+        self._backend.rope_and_cache(qkv, layer, batch, cos, sin, lines, q_norm, k_norm, eps)
         ended = time.monotonic_ns()
         tokens = len(qkv)
         heads = qkv.shape[1] / layer.head_dim

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 
+from deepinfer.gpu_worker.backend import Float32, Int32
 from deepinfer.gpu_worker.model_config import RopeConfig
 
 
@@ -20,6 +22,23 @@ def rope_tables(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[np.ndarr
     angles = np.outer(np.arange(max_len, dtype=np.float32), frequencies)
     scaling = np.float32(attention_scaling(rope))
     return np.cos(angles) * scaling, np.sin(angles) * scaling
+
+
+def axis_tables(
+    cos: Float32, sin: Float32, positions: Int32, sections: tuple[int, ...]
+) -> tuple[Float32, Float32]:
+    """Cosines and sines, ``[T, head_dim / 2]`` each, of tokens with positions [3, T] in three axes.
+
+    The first ``sections[0]`` planes are turned by the position in the first axis, the next by that
+    in the second, the last by that in the third (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """
+    bounds = np.cumsum((0, *sections)).tolist()
+    planes = [slice(*pair) for pair in pairwise(bounds)]
+    chosen = list(zip(positions, planes, strict=True))
+    return (
+        np.concatenate([cos[at, part] for at, part in chosen], axis=1),
+        np.concatenate([sin[at, part] for at, part in chosen], axis=1),
+    )
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

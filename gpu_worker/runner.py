@@ -18,8 +18,10 @@ import numpy.typing as npt
 from deepinfer.gpu_worker.backend import RaggedBatch
 from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam
 from deepinfer.gpu_worker.logprobs import PromptLogprobsOfChunk
+from deepinfer.gpu_worker.row_images import ImageReader
 from deepinfer.gpu_worker.sampler import NOT_FINITE, Sampler
 from deepinfer.gpu_worker.slot_table import PlanError, SlotTable
+from deepinfer.wire.arena import Arena
 from deepinfer.wire.columns import pack_int32
 from deepinfer.wire.steps import (
     RowAdmit,
@@ -50,6 +52,14 @@ class StepModel(Protocol):
     def vocab_size(self) -> int:
         """Columns of the logits; every token id is below it."""
 
+    @property
+    def hidden_size(self) -> int:
+        """Columns of an embedding."""
+
+    @property
+    def rope_axes(self) -> int:
+        """Numbers that a token's rotary position has: one, or three in models with images."""
+
     def forward(self, batch: RaggedBatch) -> Float32:
         """Compute a step; return logits float32 [len(batch.logit_index), vocab_size].
 
@@ -62,7 +72,7 @@ class Runner:
 
     ``max_model_len`` and ``num_blocks * block_size`` both bound the tokens of a sequence.
     ``eos_token_ids`` are only banned (for ``min_tokens``) here; the scheduler decides what ends.
-    ``team`` is the backend's, see ``Sampler``.
+    ``team`` is the backend's, see ``Sampler``. ``arena`` is where images' embeddings come from.
     """
 
     def __init__(
@@ -75,10 +85,14 @@ class Runner:
         block_size: int,
         eos_token_ids: Iterable[int] = (),
         team: ThreadTeam | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self._model = model
         self._team = team or ThreadTeam(1)
-        self._table = SlotTable(max_num_seqs, max_model_len, num_blocks, block_size)
+        images = None
+        if arena is not None:
+            images = ImageReader(arena, model.hidden_size, model.rope_axes)
+        self._table = SlotTable(max_num_seqs, max_model_len, num_blocks, block_size, images)
         self._sampler = Sampler(model.vocab_size, eos_token_ids, max_num_seqs, self._team)
         # Slot to (how many, the first prompt position that is still wanted).
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}

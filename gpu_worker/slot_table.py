@@ -13,17 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer.gpu_worker.backend import RaggedBatch
+from deepinfer.gpu_worker.backend import Float32, RaggedBatch
+from deepinfer.gpu_worker.row_images import ImageReader, PlanError, RowImages
 from deepinfer.wire.columns import Int32, pack_int32, unpack_int32
 from deepinfer.wire.steps import RowAdmit
 
+__all__ = ["DecodeRows", "PlanError", "SlotTable"]
+
 Index = npt.NDArray[np.integer]
-
-
-class PlanError(Exception):
-    """A step plan that cannot be executed; fatal for the worker."""
-
-
 _NONE = np.zeros(0, np.int32)
 
 
@@ -40,15 +37,20 @@ class DecodeRows:
 
 
 class SlotTable:
-    """Token pool, block tables and counters of every slot.
+    """Token pool, block tables, counters and images of every slot.
 
     ``num_blocks`` blocks of ``block_size`` tokens exist; a sequence holds at most ``max_model_len``
     tokens, and one more when its prompt alone is that long. Memory of the pool is touched only as
-    far as sequences reach.
+    far as sequences reach. Without ``images`` there can be no images.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, num_blocks: int, block_size: int
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+        images: ImageReader | None = None,
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -72,6 +74,8 @@ class SlotTable:
         self.dead = np.zeros(max_num_seqs, np.bool_)
         """The row failed: it waits for its release and takes part in nothing."""
         self._decode_rows: DecodeRows | None = None
+        self._image_reader = images
+        self._images: dict[int, RowImages] = {}
 
     def release(self, column: bytes) -> list[int]:
         """Empty slots; return them."""
@@ -83,6 +87,7 @@ class SlotTable:
             if not self.occupied[slot]:
                 raise PlanError(f"released slot {slot} is empty")
             self.occupied[slot] = self.decoding[slot] = self.dead[slot] = False
+            self._images.pop(slot, None)
         self._decode_rows = None
         return released
 
@@ -103,6 +108,13 @@ class SlotTable:
         if len(blocks) * self.block_size < len(tokens) or len(blocks) > self.block_tables.shape[1]:
             raise PlanError(f"{named}: {len(blocks)} blocks for {len(tokens)} tokens")
         self._check_blocks(blocks)
+        if row.images:
+            if self._image_reader is None:
+                raise PlanError(f"{named}: it has images, but this worker has no arena")
+            try:
+                self._images[slot] = self._image_reader.admit(row.images, len(tokens))
+            except PlanError as error:
+                raise PlanError(f"{named}: {error}") from error
         self.pool[slot, : len(tokens)] = tokens
         self.block_tables[slot, : len(blocks)] = blocks
         self._hold(slot, len(blocks))
@@ -175,7 +187,7 @@ class SlotTable:
         starts = self.computed[slots]
         positions = np.arange(q_start[-1], dtype=np.int32)
         positions += np.repeat(starts - q_start[:-1], counts)
-        return RaggedBatch(
+        batch = RaggedBatch(
             token_ids=self.pool[rows, positions],
             positions=positions,
             q_start=q_start,
@@ -184,6 +196,9 @@ class SlotTable:
             block_tables=self.block_tables,
             logit_index=q_start[1:] - 1 if wanted is None else wanted.astype(np.int32),
         )
+        if self._images:
+            self._add_images(batch)
+        return batch
 
     def append(self, slots: Index, tokens: Int32) -> None:
         """Add one sampled token to each slot, which decodes from the next step on."""
@@ -196,6 +211,8 @@ class SlotTable:
             batch = rows.batch
             batch.token_ids[:] = tokens
             batch.positions += 1
+            if batch.rope is not None:
+                batch.rope += 1
             batch.lengths[:] = lengths
         else:
             self.decoding[slots] = True
@@ -217,6 +234,25 @@ class SlotTable:
     def tokens(self, slot: int) -> Int32:
         """Return all known tokens of a slot, a view."""
         return self.pool[slot, : self.length[slot]]
+
+    def _add_images(self, batch: RaggedBatch) -> None:
+        """Give a batch the pieces of images its rows compute, and the positions they turn by."""
+        assert self._image_reader is not None
+        rows: list[tuple[RowImages, int, int]] = []
+        pieces: list[tuple[int, Float32]] = []
+        for row, slot in enumerate(batch.slots.tolist()):
+            images = self._images.get(slot)
+            if images is not None:
+                first, end = batch.q_start[row : row + 2].tolist()
+                rows.append((images, first, end))
+                pieces += images.pieces(int(batch.positions[first]), end - first, first)
+        batch.images = pieces
+        if rows and self._image_reader.rope_axes > 1:
+            # Text has one position in all axes.
+            axes = self._image_reader.rope_axes if pieces else 1
+            batch.rope = np.repeat(batch.positions[None], axes, axis=0)
+            for images, first, end in rows:
+                images.turn(batch.rope[:, first:end])
 
     def _hold(self, slots: Index | int, num_blocks: Index | int) -> None:
         self.num_held[slots] = num_blocks

@@ -360,7 +360,8 @@ class Sequences:
             logit_index=np.zeros(0, np.int32),
         )
         qkv = np.concatenate([self.qkv[s][a:b] for s, a, b in chunks])
-        backend.rope_and_cache(qkv, layer, batch, self.cos, self.sin, *self.norms, 1e-6)
+        tables = self.cos, self.sin, batch.positions
+        backend.rope_and_cache(qkv, layer, batch, *tables, *self.norms, 1e-6)
         out = np.full((len(qkv), self.heads * self.dim), 0x7FC0, out_dtype)
         if operands is None:
             backend.attention(qkv, layer, batch, self.dim**-0.5, window, out)

@@ -18,11 +18,11 @@ from deepinfer.gpu_worker.llama import Model
 from deepinfer.gpu_worker.model_config import (
     ARCHITECTURES,
     ROPE_TYPES,
-    ModelError,
     load_model_config,
     parse_model_config,
 )
 from deepinfer.gpu_worker.rope import rope_tables
+from deepinfer.wire.model_folder import ModelError
 from support.checkpoints import (
     MAX_POSITIONS,
     VARIANTS,
@@ -292,23 +292,39 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+VISION_ARCHITECTURES = [name for name in ARCHITECTURES if "Conditional" in name]
+MODEL_TYPES = st.sampled_from(["llama", "qwen2_5_vl_text"])
+
+
+@settings(max_examples=600, deadline=None)
 @given(data=st.data())
 def test_any_config_parses_or_is_a_model_error(folders, data):
     raw = config_with(folders, data.draw(st.sampled_from(["qwen2-window", "llama-rope-yarn"])))
-    key = data.draw(st.sampled_from([*raw, "rope_scaling", "quantization_config"]))
-    if isinstance(raw.get(key), dict) and data.draw(st.booleans()):
-        raw[key] = {**raw[key], data.draw(st.sampled_from([*raw[key]])): data.draw(JSON)}
-    else:
-        raw[key] = data.draw(JSON)
+    vision = data.draw(st.sampled_from([None, *VISION_ARCHITECTURES]))
+    if vision is not None:
+        rope = {**raw["rope_parameters"], "mrope_section": [2, 3, 3]}
+        text = {**raw, "rope_parameters": rope, "model_type": data.draw(MODEL_TYPES)}
+        raw = {"architectures": [vision], "text_config": text}
+        if data.draw(st.booleans()):
+            raw, text["architectures"] = text, [vision]
+    raw = _spoilt(raw, data)
     try:
         config = parse_model_config(raw)
     except ModelError:
         return
     assert len(config.windows) == config.num_layers
+    assert sum(config.rope.sections) in (0, config.head_dim // 2)
     cos, sin = rope_tables(config.rope, config.head_dim, 8)
     assert cos.dtype == sin.dtype == np.float32
     assert np.isfinite(cos).all() and np.isfinite(sin).all()
+
+
+def _spoilt(raw, data):
+    """The object with one of its values, or of one in it, replaced."""
+    key = data.draw(st.sampled_from([*raw, "rope_scaling", "quantization_config"]))
+    if isinstance(raw.get(key), dict) and data.draw(st.booleans()):
+        return {**raw, key: _spoilt(raw[key], data)}
+    return {**raw, key: data.draw(JSON)}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 100_000, None])

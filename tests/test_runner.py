@@ -11,11 +11,12 @@ from deepinfer.gpu_worker.kernels import sampling
 from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam
 from deepinfer.gpu_worker.runner import MAX_PROMPT_LOGIT_ROWS, PlanError, Runner
 from deepinfer.gpu_worker.sampler import NOT_FINITE
+from deepinfer.wire.arena import ALIGNMENT, Arena, Region
 from deepinfer.wire.columns import pack_int32, unpack_int32
 from deepinfer.wire.params import SamplingParams
-from deepinfer.wire.steps import RowAdmit, StepPlan
+from deepinfer.wire.steps import ImageSpan, RowAdmit, StepPlan
 from support.runner_driver import GREEDY, RunnerDriver
-from support.scripted_model import ScriptedModel, hash_chain
+from support.scripted_model import ScriptedModel, hash_chain, with_images
 
 VOCAB = 30
 PARAMS = [
@@ -492,3 +493,37 @@ def test_a_hash_chain_brings_eos_as_often_as_asked():
     assert 60 < got.count(0) < 140
     without = hash_chain(VOCAB, 0)
     assert 0 not in [without(np.array([i, 7], np.int32)) for i in range(400)]
+
+
+# ---- images -------------------------------------------------------------------------------------
+
+
+@given(st.data(), st.integers(1, 9), st.sampled_from([1, 3]))
+@settings(max_examples=60, deadline=None)
+def test_a_row_sees_its_own_images_however_it_is_cut(data, chunk_size, rope_axes):
+    """Several rows with several images of one size, each in its own place."""
+    arena = Arena.create(1 << 16)
+    model = ScriptedModel(VOCAB, 400, 4, rope_axes=rope_axes)
+    engine = RunnerDriver(model, num_blocks=400, block_size=4, arena=arena)
+    expected = {}
+    for number in range(data.draw(st.integers(1, 4))):
+        prompt = data.draw(st.lists(st.integers(1, VOCAB - 1), min_size=20, max_size=30))
+        images, spans = {}, []
+        for at in sorted(data.draw(st.sets(st.sampled_from([0, 5, 10, 16])))):
+            lines = np.full((4, model.hidden_size), number + at / 100, np.float32)
+            lines[:, 0] = range(4)
+            region = Region(ALIGNMENT * 2 * (4 * number + len(spans)), ALIGNMENT * 2, 1)
+            arena.write(region, lines)
+            # The second and third line stand apart, where an image may be in several runs.
+            runs = (0, 4) if rope_axes == 3 else (0, 1, 1, 3)
+            grid = (1, 2, 2) if rope_axes == 3 else ()
+            spans.append(ImageSpan(position=at, runs=pack_int32(runs), region=region, grid=grid))
+            images[at] = lines
+        row = engine.add(prompt, images=spans)
+        expected[row] = model.continuation(with_images(prompt, images), 6)
+        if data.draw(st.booleans(), "a step between"):
+            engine.step(chunk_size=chunk_size)
+    engine.run(6, chunk_size)
+    arena.close()
+    for row, outputs in expected.items():
+        assert row.outputs[:6] == outputs

@@ -117,7 +117,7 @@ def _fetch_lines(keys, values, block, within, block_size):
 def _rope_unit(arguments, unit):
     (
         qkv, keys, values, scales, positions, q_start, slots, block_tables,
-        cos, sin, norms, normed, eps, block_size, tokens,
+        cos, sin, lines, norms, normed, eps, block_size, tokens,
     ) = arguments  # fmt: skip
     total, width = qkv.shape
     kv_heads = keys.shape[1]
@@ -151,7 +151,7 @@ def _rope_unit(arguments, unit):
                 scale = inverse_rms(qkv, at, dim, eps)
                 scale_row(qkv, at, dim, scale, norms[which], qkv, at)
         half = dim // 2
-        _rotate(qkv, t * width, heads + kv_heads, half, cos, sin, position * half)
+        _rotate(qkv, t * width, heads + kv_heads, half, cos, sin, lines[t] * half)
         block = np.int64(block_tables[slots[row], position // block_size])
         within = position % block_size
         for head in range(kv_heads):
@@ -172,13 +172,13 @@ def _rope_unit(arguments, unit):
 @njit(**JIT)
 def rope_and_cache(
     control, qkv, keys, values, scales, positions, q_start, slots, block_tables,
-    cos, sin, norms, normed, eps, block_size,
+    cos, sin, lines, norms, normed, eps, block_size,
 ):  # fmt: skip
     """See ``Backend.rope_and_cache``; ``norms`` [2, D] are the weights of q and k if ``normed``."""
     total, width = qkv.shape
     tokens = max(1, _UNIT_ELEMENTS // width)
     arguments = (
         qkv, keys, values, scales, positions, q_start, slots, block_tables,
-        cos, sin, norms, normed, eps, block_size, tokens,
+        cos, sin, lines, norms, normed, eps, block_size, tokens,
     )  # fmt: skip
     fork_join(control, _rope_unit, arguments, -(-total // tokens))

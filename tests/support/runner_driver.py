@@ -11,17 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deepinfer.gpu_worker.runner import Runner, StepModel
+from deepinfer.wire.arena import Arena
 from deepinfer.wire.columns import pack_int32, unpack_int32
 from deepinfer.wire.messages import PromptLogprobs, TokenLogprobs
 from deepinfer.wire.params import SamplingParams
-from deepinfer.wire.steps import RowAdmit, StepPlan, StepResult
+from deepinfer.wire.steps import ImageSpan, RowAdmit, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 
 
 @dataclass(eq=False)
 class Row:
-    """A sequence as the driver sees it; ``outputs`` include those it was admitted with."""
+    """A sequence as the driver sees it; ``outputs`` include those it was admitted with.
+
+    The first ``num_shared`` of its blocks are another's.
+    """
 
     prompt: list[int]
     params: SamplingParams
@@ -30,6 +34,7 @@ class Row:
     blocks: list[int]
     outputs: list[int] = field(default_factory=list)
     left: int = 0
+    num_shared: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     failure: str = ""
@@ -52,6 +57,7 @@ class RunnerDriver:
         max_model_len: int = 1024,
         eos_token_ids: Sequence[int] = (0,),
         seed: int = 0,
+        arena: Arena | None = None,
     ) -> None:
         self.runner = Runner(
             model,
@@ -60,6 +66,7 @@ class RunnerDriver:
             num_blocks=num_blocks,
             block_size=block_size,
             eos_token_ids=eos_token_ids,
+            arena=arena,
         )
         self.block_size = block_size
         self.free_blocks = list(range(num_blocks))
@@ -80,23 +87,32 @@ class RunnerDriver:
         *,
         outputs: Sequence[int] = (),
         prompt_logprobs_start: int = 1,
+        images: Sequence[ImageSpan] = (),
+        cached: tuple[Row, int] | None = None,
     ) -> Row:
-        """Admit a sequence with the next step."""
+        """Admit a sequence with the next step.
+
+        ``cached``: a row that stays, and how many of its first blocks hold this one's beginning.
+        """
         tokens = [*prompt, *outputs]
         self._epoch += 1
-        blocks = [self.free_blocks.pop() for _ in range(-(-len(tokens) // self.block_size))]
-        slot = self.free_slots.pop()
-        row = Row(list(prompt), params, slot, self._epoch, blocks, list(outputs), len(tokens))
+        blocks = [] if cached is None else cached[0].blocks[: cached[1]]
+        num_shared, num_cached = len(blocks), len(blocks) * self.block_size
+        while len(blocks) * self.block_size < len(tokens):
+            blocks.append(self.free_blocks.pop())
+        slot, left = self.free_slots.pop(), len(tokens) - num_cached
+        row = Row(list(prompt), params, slot, self._epoch, blocks, list(outputs), left, num_shared)
         self._admitted.append(
             RowAdmit(
                 slot=slot,
                 epoch=row.epoch,
                 tokens=pack_int32(tokens),
                 num_prompt=len(prompt),
-                num_cached=0,
+                num_cached=num_cached,
                 blocks=pack_int32(blocks),
                 params=params,
                 prompt_logprobs_start=prompt_logprobs_start,
+                images=list(images),
             )
         )
         self.rows.append(row)
@@ -107,7 +123,7 @@ class RunnerDriver:
         self.rows.remove(row)
         self._released.append(row.slot)
         self.free_slots.append(row.slot)
-        self.free_blocks += row.blocks
+        self.free_blocks += row.blocks[row.num_shared :]
 
     def step(self, chunks: Mapping[Row, int] | None = None, chunk_size: int = 0) -> StepResult:
         """Execute one step.

@@ -13,6 +13,9 @@ therefore shows as wrong output, as it would with real keys and values.
 - ``next_token``: context (int32 array) to the greedy token; ``hash_chain`` by default, or
   ``script({prompt: outputs})``.
 - ``on_forward``: called with the batch before each step; it may hold the step or raise.
+- ``hidden_size``, ``rope_axes``: as ``runner.StepModel``. An image's line of embeddings is taken
+  for a token of its own, ``image_tokens`` of it, so that what follows depends on every number of
+  every image: ``model.continuation(with_images(prompt, {position: lines}), max_tokens)``.
 - ``on_logits``: called with (context, row of logits) for each wanted row; it may change the row.
 """
 
@@ -33,6 +36,7 @@ Int32 = npt.NDArray[np.int32]
 NextToken = Callable[[Int32], int]
 
 UNWRITTEN = -1
+_IMAGE_TOKEN = 1 << 30  # above every vocabulary
 NOISE = 4.0
 WINNER = 5.0
 """Logits are noise in [0, 4) that depends on the context, the next token's is 5: a random choice
@@ -75,6 +79,20 @@ def script(outputs: Mapping[tuple[int, ...], Sequence[int]]) -> NextToken:
     return next_token
 
 
+def image_tokens(lines: Float32) -> Int32:
+    """What stands in a context for the lines of an image: a large number for each."""
+    digests = [hashlib.blake2b(line.tobytes(), digest_size=4).digest() for line in lines]
+    return np.array([_IMAGE_TOKEN | int.from_bytes(digest, "little") >> 2 for digest in digests])
+
+
+def with_images(tokens: Sequence[int], images: Mapping[int, Float32]) -> list[int]:
+    """Return the context of a prompt that has images' lines in the place of tokens."""
+    context = list(tokens)
+    for position, lines in images.items():
+        context[position : position + len(lines)] = image_tokens(lines).tolist()
+    return context
+
+
 @dataclass
 class PagedTokens:
     """The cache: ``tokens`` int32 [num_blocks, block_size]."""
@@ -100,12 +118,16 @@ class ScriptedModel:
         *,
         max_model_len: int = 1024,
         eos_token_ids: Sequence[int] = (0,),
+        hidden_size: int = 4,
+        rope_axes: int = 1,
         next_token: NextToken | None = None,
         on_forward: Callable[[RaggedBatch], None] | None = None,
         on_logits: Callable[[Int32, Float32], None] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.hidden_size = hidden_size
+        self.rope_axes = rope_axes
         self.eos_token_ids = list(eos_token_ids)
         self.next_token = next_token or hash_chain(vocab_size, self.eos_token_ids[0])
         self.on_forward = on_forward
@@ -128,7 +150,10 @@ class ScriptedModel:
         block_size = self.cache.block_size
         slots = batch.slots[rows]
         blocks = batch.block_tables[slots, batch.positions // block_size]
-        self.cache.tokens[blocks, batch.positions % block_size] = batch.token_ids
+        tokens = batch.token_ids.copy()
+        for at, lines in batch.images:
+            tokens[at : at + len(lines)] = image_tokens(lines)
+        self.cache.tokens[blocks, batch.positions % block_size] = tokens
         logits = np.empty((len(batch.logit_index), self.vocab_size), np.float32)
         for line, index in enumerate(batch.logit_index.tolist()):
             context = self._read(batch.block_tables[slots[index]], int(batch.positions[index]) + 1)

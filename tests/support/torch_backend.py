@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from deepinfer.gpu_worker.backend import LANES, KVLayer, RaggedBatch
-from deepinfer.gpu_worker.loader import bfloat16_to_float32, float32_to_bfloat16
+from deepinfer.wire.checkpoint import bfloat16_to_float32, float32_to_bfloat16
 
 
 def _float(stored):
@@ -48,6 +48,9 @@ class TorchBackend:
     def embed(self, ids, table, out):
         out[:] = table.weight[torch.from_numpy(ids).long()].numpy()
 
+    def put_rows(self, x, at, out):
+        out[at : at + len(x)] = x
+
     def take_rows(self, x, index, out):
         out[:] = x[index]
 
@@ -60,7 +63,7 @@ class TorchBackend:
             product = torch.nn.functional.silu(gate) * up
         out[:] = product.numpy() + (out if add else 0)
 
-    def rope_and_cache(self, qkv, layer, batch, cos, sin, q_norm, k_norm, eps):
+    def rope_and_cache(self, qkv, layer, batch, cos, sin, lines, q_norm, k_norm, eps):
         kv_heads, d = layer.keys.shape[1], layer.head_dim
         heads = qkv.reshape(len(qkv), -1, d)
         q, k, v = np.split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], 1)
@@ -68,7 +71,7 @@ class TorchBackend:
             q[:], k[:] = _normed(q, q_norm, eps), _normed(k, k_norm, eps)
         for part in (q, k):
             low, high = part[..., : d // 2].copy(), part[..., d // 2 :].copy()
-            c, s = cos[batch.positions][:, None], sin[batch.positions][:, None]
+            c, s = cos[lines][:, None], sin[lines][:, None]
             part[..., : d // 2] = low * c - high * s
             part[..., d // 2 :] = high * c + low * s
         store = float32_to_bfloat16 if layer.keys.dtype == np.uint16 else np.asarray
