@@ -10,7 +10,8 @@ from collections import Counter
 
 from deepinfer.scheduler.client_names import asker_of
 from deepinfer.scheduler.ends import ABORT_RULES, GONE_RULES, Ending
-from deepinfer.scheduler.intake import BadRequest, check_request
+from deepinfer.scheduler.image_flow import ImageFlow
+from deepinfer.scheduler.intake import MAX_HELD_BYTES, BadRequest, check_images, check_request
 from deepinfer.scheduler.invariants import check
 from deepinfer.scheduler.lifecycle import Lifecycle
 from deepinfer.scheduler.planner import Planner
@@ -19,6 +20,7 @@ from deepinfer.scheduler.sequence import Sequence
 from deepinfer.scheduler.view import look_in
 from deepinfer.wire.checks import shown
 from deepinfer.wire.config import EngineArgs
+from deepinfer.wire.image_jobs import ImageDone, ImageJob, ImageWorkerReady
 from deepinfer.wire.messages import (
     Abort,
     AddRequest,
@@ -37,11 +39,15 @@ class Core:
     """Everything that decides. One per engine.
 
     ``tokens_per_row`` is how many tokens a running row can bring in one step at most: 1, plus the
-    drafts when there are any. Blocks and budget are reserved for it.
+    drafts when there are any. Blocks and budget are reserved for it. ``image_arena_bytes`` is the
+    size of the arena, 0 when there is none, for a model or an engine that takes no images.
     """
 
-    def __init__(self, args: EngineArgs, tokens_per_row: int = 1) -> None:
-        self._life = Lifecycle(args, tokens_per_row)
+    def __init__(
+        self, args: EngineArgs, tokens_per_row: int = 1, image_arena_bytes: int = 0
+    ) -> None:
+        self._life = Lifecycle(args, tokens_per_row, image_arena_bytes)
+        self._flow = ImageFlow(self._life)
         self._planner = Planner(self._life, depth=2 if args.async_scheduling else 1)
         self._reader = ResultReader(self._life)
         self._arrivals = 0
@@ -92,7 +98,7 @@ class Core:
         self._started = True
         # Another worker may have less memory than the one before it.
         for sequence in list(self._life.queue):
-            self._end_if_unservable(sequence, now)
+            self._life.end_if_unservable(sequence, now)
 
     def worker_gone(self, now: float, cause: str) -> None:
         """The worker died: all its sequences go back to the queue with their tokens."""
@@ -119,6 +125,40 @@ class Core:
         that sent it is broken and must be replaced.
         """
         self._reader.read(result, now)
+
+    # ---- image workers --------------------------------------------------------------------------
+
+    def image_worker_ready(self, worker: int, ready: ImageWorkerReady) -> None:
+        """An image worker is loaded and waits; they are told apart by numbers.
+
+        ``ValueError`` when the arena is too small.
+        """
+        self._flow.worker_ready(worker, ready)
+
+    def image_worker_gone(self, worker: int, cause: str, now: float) -> None:
+        """An image worker died; nothing writes to the arena any more that it was given."""
+        self._flow.worker_gone(worker, cause, now)
+
+    def images_down(self, cause: str, now: float) -> None:
+        """No image worker gets ready: requests with images end until one does, others go on."""
+        self._flow.down(cause, now)
+
+    def image_jobs(self, now: float) -> list[tuple[int, ImageJob]]:
+        """Return jobs, each with the number of the image worker that is to have it."""
+        return self._flow.jobs(now)
+
+    def image_done(self, worker: int, done: ImageDone, now: float) -> None:
+        """Take in an image worker's answer.
+
+        Raises ``BrokenImage`` (a ``ValueError``) when it cannot be one to its job; the worker is
+        broken and must be replaced.
+        """
+        self._flow.done(worker, done, now)
+
+    @property
+    def image_placeholder(self) -> int:
+        """The token that stands for an image, -1 while no image worker was ready."""
+        return self._life.images.placeholder
 
     # ---- time and end ---------------------------------------------------------------------------
 
@@ -155,6 +195,7 @@ class Core:
         numbers["waiting"] = len(life.queue)
         numbers["in_flight"] = len(life.in_flight)
         numbers["tenants"] = len(life.tenants)
+        numbers |= life.images.stats()
         if self._started:
             numbers["prefilling"] = len(life.prefilling)
             numbers["running"] = sum(seq is not None for seq in life.table.sequences)
@@ -223,10 +264,14 @@ class Core:
         early = self._life.clients.take_early_abort(client, add.key)
         if early is not None:
             self._life.end(sequence, ABORT_RULES[early], now)
-        elif not self._end_if_unservable(sequence, now):
-            self._life.enqueue(sequence, now)
+        elif not self._life.end_if_unservable(sequence, now):
+            if add.images:
+                self._flow.arrive(sequence, add.images, now)
+            else:
+                self._life.enqueue(sequence, now)
 
     def _refusal(self, client: bytes, add: AddRequest) -> Refused | None:
+        images = self._life.images
         if self._closed:
             code, message = self._closed
             return Refused(add.key, code, "", message)
@@ -234,6 +279,10 @@ class Core:
             return Refused(add.key, "busy", "", "the engine is still loading")
         try:
             check_request(add, self._life.vocab_size)
+            if add.images or images.placeholder >= 0:
+                check_images(
+                    add, images.placeholder, urls=self._life.args.image_urls, why=images.down
+                )
         except BadRequest as bad:
             # A key that fits no column is answered with the number it came with.
             return Refused(add.key, "invalid", bad.field, str(bad))
@@ -242,6 +291,9 @@ class Core:
         if self._life.clients.has_id(client, add.request_id):
             message = f"request_id {shown(add.request_id)} is in use by a live request"
             return Refused(add.key, "duplicate", "request_id", message)
+        if images.held_bytes > MAX_HELD_BYTES * (2 if add.resubmitted else 1) and add.images:
+            message = f"images of {images.held_bytes} bytes wait already; retry later"
+            return Refused(add.key, "busy", "", message)
         limit = self._life.args.max_queue_len
         if add.resubmitted:
             # Room for all that an engine like this one may have accepted before it was lost.
@@ -251,22 +303,6 @@ class Core:
             message = f"{places.total} requests wait already; retry later"
             return Refused(add.key, "busy", "", message)
         return None
-
-    def _end_if_unservable(self, sequence: Sequence, now: float) -> bool:
-        """End a sequence at once that can never run, or that has nothing left to do."""
-        rules = self._life.rules
-        ignored = rules.too_long(sequence.num_prompt)
-        if ignored is not None:
-            self._life.end(sequence, ignored, now)
-            return True
-        length = len(sequence.tokens) // 4
-        if length > sequence.num_prompt:
-            last = int.from_bytes(sequence.tokens[-4:], "little")
-            stop = rules.after_token(sequence, last, length)
-            if stop is not None:
-                self._life.end(sequence, stop[0], now, stop[1])
-                return True
-        return False
 
     def _abort(self, client: bytes, abort: Abort, now: float) -> None:
         rule = abort.rule if abort.rule in ABORT_RULES else "client_abort"

@@ -51,6 +51,12 @@ class Ending(Enum):
         "a prompt longer than the whole KV cache",
     )
 
+    IMAGE_FAILED = (
+        Status.FINISHED_VE_FAILED,
+        "image",
+        "an image could not be fetched, decoded, fitted or encoded",
+    )
+
     @property
     def status(self) -> Status:
         """The final status."""

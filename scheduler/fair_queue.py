@@ -28,8 +28,18 @@ class FairQueue(WaitingQueue):
         self._tenants = tenants
         self._lines: dict[int, list[tuple[int, Sequence]]] = {}
 
-    def head(self) -> Sequence | None:
-        """Return the sequence that is admitted next, as of the counters' last settling."""
+    def held(self) -> list[Sequence]:
+        """Return those that are not schedulable, in the order in which they are helped to be."""
+        return self.in_order(super().held())
+
+    def set_schedulable(self, sequence: Sequence, schedulable: bool, now: float) -> None:
+        """Let a sequence be admitted from now on, or not any more; as with one that enters."""
+        if schedulable and sequence.tenant not in self._lines:
+            self._tenants.lift(sequence.tenant)
+        super().set_schedulable(sequence, schedulable, now)
+
+    def _first(self) -> Sequence | None:
+        """Return the first of the tenant that is next, as of the counters' last settling."""
         return self._lines[self._tenants.next()][0][1] if self._entries else None
 
     def enter(self, sequence: Sequence, now: float) -> None:
@@ -41,6 +51,8 @@ class FairQueue(WaitingQueue):
     def add(self, sequence: Sequence, now: float) -> None:
         """Put the sequence at its place among its tenant's."""
         super().add(sequence, now)
+        if not sequence.schedulable:
+            return
         line = self._lines.setdefault(sequence.tenant, [])
         insort(line, (sequence.arrival_number, sequence))
         self._tenants.set_first(sequence.tenant, line[0][0])
@@ -48,6 +60,8 @@ class FairQueue(WaitingQueue):
     def remove(self, sequence: Sequence, now: float) -> None:
         """Take out a sequence that is admitted or has ended."""
         super().remove(sequence, now)
+        if not sequence.schedulable:
+            return
         line = self._lines[sequence.tenant]
         del line[bisect_left(line, (sequence.arrival_number,))]
         if line:
@@ -62,10 +76,10 @@ class FairQueue(WaitingQueue):
 
     def goes_before(self, sequence: Sequence, head: Sequence) -> bool:
         """Whether an unfinished prompt gets its chunks before the head of the queue would."""
-        if sequence.tenant == head.tenant:
-            return super().goes_before(sequence, head)
         order = self._tenants.order
-        return bool(order[sequence.tenant] < order[head.tenant])
+        mine, its = order[sequence.tenant], order[head.tenant]
+        # Of equals too one goes first: that of ``in_order``.
+        return bool(mine < its) or (mine == its and super().goes_before(sequence, head))
 
     def in_order(self, prompts: Seq[Sequence]) -> list[Sequence]:
         """Return unfinished prompts in the order in which they get chunks.
@@ -79,6 +93,7 @@ class FairQueue(WaitingQueue):
 
     def choose(self, head: Sequence, now: float) -> None:
         """Write down why the head is admitted now, and tell whom it passes over."""
+        super().choose(head, now)
         tenants, order = self._tenants, self._tenants.order
         head.chosen = {}
         if not tenants.contended:

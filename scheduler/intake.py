@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from deepinfer.wire.checks import shown
 from deepinfer.wire.columns import unpack_int32
 from deepinfer.wire.messages import (
+    MAX_IMAGE_BYTES,
+    MAX_IMAGE_URL_CHARS,
+    MAX_IMAGES,
     MAX_REQUEST_ID_CHARS,
     MAX_SALT_CHARS,
     MAX_USER_ID_CHARS,
@@ -19,6 +24,8 @@ from deepinfer.wire.messages import (
 )
 
 MAX_PRIORITY = 1_000_000
+MAX_HELD_BYTES = 512 << 20
+"""Files of images that requests without an end may hold, before others with images are refused."""
 MAX_KEY = (1 << 32) - 1
 
 
@@ -44,13 +51,48 @@ def check_request(add: AddRequest, vocab_size: int) -> None:
         raise BadRequest(
             "timeout_ms", f"timeout_ms must be finite and above 0, got {add.timeout_ms}"
         )
-    if add.images:
-        raise BadRequest("images", "images are not supported by this version")
     if not add.prompt:
         raise BadRequest("prompt", "prompt must hold at least one token")
     _check_tokens("prompt", add.prompt, vocab_size)
     _check_tokens("output", add.output, vocab_size)
     _check_params(add, vocab_size)
+
+
+def check_images(add: AddRequest, placeholder: int, *, urls: bool, why: str = "") -> None:
+    """Raise ``BadRequest`` unless each placeholder in the prompt has its image.
+
+    ``placeholder`` is -1 when the engine takes none, ``why`` not, if that is known; ``urls`` says
+    whether images may be fetched.
+    """
+    if placeholder < 0:
+        raise BadRequest("images", "images are not taken by this engine" + (why and f": {why}"))
+    if len(add.images) > MAX_IMAGES:
+        raise BadRequest(
+            "images", f"images may be at most {MAX_IMAGES} in a request, got {len(add.images)}"
+        )
+    if (size := sum(len(image.data) for image in add.images)) > MAX_IMAGE_BYTES:
+        raise BadRequest(
+            "images", f"images may have at most {MAX_IMAGE_BYTES} bytes together, got {size}"
+        )
+    for index, image in enumerate(add.images):
+        if not image.url:
+            continue
+        _short(f"images[{index}].url", image.url, MAX_IMAGE_URL_CHARS)
+        if image.data:
+            raise BadRequest("images", f"images[{index}] must be data or a URL, got both")
+        if not urls:
+            raise BadRequest(
+                "images", f"images[{index}] is a URL, and this engine fetches none: see image_urls"
+            )
+    if add.images and add.params.prompt_logprobs is not None:
+        raise BadRequest("prompt_logprobs", "prompt_logprobs cannot be had for images")
+    positions = np.flatnonzero(unpack_int32(add.prompt) == placeholder).tolist()
+    if positions != [image.position for image in add.images]:
+        raise BadRequest(
+            "images",
+            f"images must stand where the prompt has the token {placeholder}: {len(add.images)} "
+            f"images for {len(positions)} of it",
+        )
 
 
 def _check_params(add: AddRequest, vocab_size: int) -> None:

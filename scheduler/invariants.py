@@ -30,6 +30,7 @@ def check(life: Lifecycle) -> None:
     assert users == life.stop_users, "stop ids are counted wrongly"
     marked = np.flatnonzero(life.token_class & TokenClass.STOP_ID).tolist()
     assert marked == sorted(users), "stop ids are marked wrongly"
+    life.images.check(life.clients)
     live = set(map(id, life.clients))
     placed = [*map(id, bound), *map(id, life.queue)]
     assert len(placed) == len(set(placed)), "a sequence is in two places"
@@ -43,6 +44,8 @@ def _check_queue(life: Lifecycle) -> None:
         name = sequence.request_id
         assert sequence.status is Status.WAITING, f"{name!r} is {sequence.status.name} in the queue"
         assert sequence.slot == -1, f"{name!r} waits and holds slot {sequence.slot}"
+        missing = sequence.images is not None and sequence.images.missing > 0
+        assert sequence.schedulable is not missing, f"{name!r} and its images disagree"
     for resubmitted, places in life.queue.places.items():
         wait = [seq.asker for seq in life.queue if seq.resubmitted == resubmitted]
         assert places.taken == Counter(wait) and places.total == len(wait), "places are miscounted"
@@ -57,6 +60,8 @@ def _check_tenants(life: Lifecycle) -> None:
     if life.queue.fair:
         first: dict[int, int] = {}
         for sequence in life.queue:
+            if not sequence.schedulable:
+                continue
             first.setdefault(sequence.tenant, sequence.arrival_number)
         told = enumerate(tenants.first.tolist())
         assert first == {i: n for i, n in told if n != NOBODY_WAITS}, "who waits first is wrong"
@@ -88,6 +93,7 @@ def _check_slot(life: Lifecycle, sequence: Sequence) -> None:
     name = f"{sequence.request_id!r} in slot {slot}"
     assert table.at(slot) is sequence
     assert not sequence.status.finished, f"{name} is {sequence.status.name}"
+    assert sequence.images is None or not sequence.images.missing, f"{name} lacks an image"
     assert table.key[slot] == sequence.key and table.client[slot] == sequence.client_index
     assert table.num_prompt[slot] == sequence.num_prompt
     assert table.tenant[slot] == sequence.tenant

@@ -15,6 +15,7 @@ from deepinfer.scheduler.blocks import BlockPool
 from deepinfer.scheduler.clients import ClientBook
 from deepinfer.scheduler.ends import Ending, StopRules
 from deepinfer.scheduler.fair_queue import FairQueue
+from deepinfer.scheduler.images import Images
 from deepinfer.scheduler.in_flight import InFlight
 from deepinfer.scheduler.outbox import Outbox
 from deepinfer.scheduler.pace import Pace
@@ -65,7 +66,7 @@ class Counters:
 class Lifecycle:
     """All state of the engine's sequences, and the moves between its parts."""
 
-    def __init__(self, args: EngineArgs, tokens_per_row: int) -> None:
+    def __init__(self, args: EngineArgs, tokens_per_row: int, image_arena_bytes: int) -> None:
         self.args = args
         self.tokens_per_row = tokens_per_row
         self.clients = ClientBook()
@@ -82,12 +83,13 @@ class Lifecycle:
         self.deadlines: list[tuple[float, int, Sequence]] = []
         self.in_flight: dict[int, InFlight] = {}
         self.pace = Pace()
+        self.images = Images(image_arena_bytes, self.in_flight)
         self.ready = False
 
     def set_up(self, ready: WorkerReady) -> None:
         """Make an empty batch and cache of the size the worker has."""
         size = self.args.block_size
-        self.vocab_size = ready.vocab_size
+        self.vocab_size = self.images.vocab_size = ready.vocab_size
         most = min(self.args.max_model_len or ready.max_model_len, ready.max_model_len)
         self.rules = StopRules(frozenset(ready.eos_token_ids), most, ready.num_blocks * size)
         limit = self.rules.limit
@@ -127,6 +129,22 @@ class Lifecycle:
         self.queue.enter(sequence, now)
         sequence.story.tell(now, "queued", waiting=len(self.queue))
 
+    def end_if_unservable(self, sequence: Sequence, now: float) -> bool:
+        """End a sequence at once that can never run, or that has nothing left to do."""
+        rules = self.rules
+        ignored = rules.too_long(sequence.num_prompt)
+        if ignored is not None:
+            self.end(sequence, ignored, now)
+            return True
+        length = len(sequence.tokens) // 4
+        if length > sequence.num_prompt:
+            last = int.from_bytes(sequence.tokens[-4:], "little")
+            stop = rules.after_token(sequence, last, length)
+            if stop is not None:
+                self.end(sequence, stop[0], now, stop[1])
+                return True
+        return False
+
     # ---- queue to slot --------------------------------------------------------------------------
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
@@ -134,7 +152,9 @@ class Lifecycle:
         if not self.cache.enabled:
             return []
         num_tokens = len(sequence.tokens) // 4
-        self.cache.extend(sequence.digests, sequence.salt, sequence.tokens, num_tokens)
+        self.cache.extend(
+            sequence.digests, sequence.salt, sequence.tokens, num_tokens, sequence.images
+        )
         # A full hit leaves at least one token to compute, because that one's logits are wanted.
         most = num_tokens - 1
         if self._wants_prompt_logprobs(sequence):
@@ -236,6 +256,7 @@ class Lifecycle:
             blocks=table.blocks(slot).astype("<i4", copy=False).tobytes(),
             params=sequence.params,
             prompt_logprobs_start=sequence.prompt_logprobs_next,
+            images=sequence.images.spans() if sequence.images is not None else [],
         )
 
     def start_decoding(self, sequence: Sequence) -> None:
@@ -361,6 +382,7 @@ class Lifecycle:
         last = sequence.num_prompt + num_output - 1
         last_token = int.from_bytes(sequence.tokens[last * 4 : last * 4 + 4], "little")
         sequence.move(ending.status)
+        self.images.leave(sequence)
         self.clients.remove(sequence)
         self.tenants.remove(sequence.tenant)
         if sequence.deadline is not None:
@@ -382,6 +404,7 @@ class Lifecycle:
             queue_ms=total_ms if started is None else (started - sequence.arrival) * 1e3,
             total_ms=total_ms,
             message=message,
+            prompt_tokens=sequence.num_prompt,
         )
         self.outbox.end(sequence.client, end)
         self.recent.add(sequence, end, produced, now)
@@ -408,7 +431,12 @@ class Lifecycle:
         sequence.story.tell(now, "first_token" if first_ever else "continued")
         self.outbox.note(
             sequence.client,
-            RowNote(sequence.key, sequence.cached_tokens, sequence.num_preemptions),
+            RowNote(
+                sequence.key,
+                sequence.cached_tokens,
+                sequence.num_preemptions,
+                sequence.num_prompt,
+            ),
         )
 
     def num_tokens(self, sequence: Sequence) -> int:
@@ -421,6 +449,8 @@ class Lifecycle:
 
     def _leave_slot(self, sequence: Sequence, keep_cache: bool = True) -> None:
         slot = sequence.slot
+        if sequence.images is not None:
+            self.images.version += 1  # they may be taken back from it now
         self.tenants.leave_slot(slot)
         if self.table.known[slot] or self.table.sure[slot]:
             # Of one the worker never heard of, only found positions stand there, which may be lost.
@@ -443,7 +473,8 @@ class Lifecycle:
             # Outputs become findable only now: while the sequence runs, a digest per block would
             # be the dearest part of a step.
             known = self._computed(sequence)
-            self.cache.extend(sequence.digests, sequence.salt, table.token_bytes(slot), known)
+            tokens = table.token_bytes(slot)
+            self.cache.extend(sequence.digests, sequence.salt, tokens, known, sequence.images)
             self.register(sequence, known)
         self.pool.release(table.blocks(slot))
         sequence.num_registered = 0

@@ -24,7 +24,11 @@ def endings_table() -> str:
         "| path | status | finish_reason | finish_detail | when |",
         "|---|---|---|---|---|",
     ]
-    named = {Ending.STOP_TOKEN: ":ID", Ending.STOP_STRING: ":TEXT"}
+    named = {
+        Ending.STOP_TOKEN: ":ID",
+        Ending.STOP_STRING: ":TEXT",
+        Ending.IMAGE_FAILED: ":INDEX: CAUSE",
+    }
     for ending in Ending:
         detail = ending.rule + named.get(ending, "")
         lines.append(

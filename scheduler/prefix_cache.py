@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from deepinfer.scheduler.blocks import BlockPool
+from deepinfer.scheduler.images import ImageSet
 
 _ROOT = b"deepinfer.root"
 _BLOCK = b"deepinfer.block"
@@ -13,9 +14,10 @@ _BLOCK = b"deepinfer.block"
 class PrefixCache:
     """Finds the blocks that already hold the beginning of a sequence.
 
-    The digest of a full block is BLAKE2b-256 of the digest before it and the block's tokens; the
-    first one follows the digest of the salt. The encoding is injective: parent and tokens have
-    fixed sizes, and root and block digests are kept apart by the hash's personalisation.
+    The digest of a full block is BLAKE2b-256 of the digest before it, the block's tokens, and for
+    each image that has some of them the digest of its file and where it begins; the first one
+    follows the digest of the salt. The encoding is injective: all parts have fixed sizes, and root
+    and block digests are kept apart by the hash's personalisation.
 
     A block becomes findable with the plan that computes its last position, for the plans *after*
     it. That is early (the step has not run yet) and safe: the worker executes plans in order, so a
@@ -29,7 +31,14 @@ class PrefixCache:
         self._block_size = block_size
         self.enabled = enabled
 
-    def extend(self, digests: list[bytes], salt: str, tokens: bytes, num_tokens: int) -> None:
+    def extend(
+        self,
+        digests: list[bytes],
+        salt: str,
+        tokens: bytes,
+        num_tokens: int,
+        images: ImageSet | None = None,
+    ) -> None:
         """Append the digests of the full blocks in the first ``num_tokens`` of ``tokens``.
 
         ``tokens`` is an int32 column; ``digests`` already holds those of its first blocks.
@@ -41,6 +50,8 @@ class PrefixCache:
             parent = blake2b(salt.encode(), digest_size=32, person=_ROOT).digest()
         for start in range(len(digests) * size, num_tokens // self._block_size * size, size):
             block = tokens[start : start + size]
+            if images is not None:
+                block += images.marks(start // 4, (start + size) // 4)
             parent = blake2b(parent + block, digest_size=32, person=_BLOCK).digest()
             digests.append(parent)
 

@@ -11,14 +11,20 @@ import time
 from deepinfer.scheduler.client_link import MAX_CLIENTS, ClientLink
 from deepinfer.scheduler.client_names import key_of
 from deepinfer.scheduler.core import Core
+from deepinfer.scheduler.image_link import ImageLink
+from deepinfer.scheduler.images import BrokenImage
 from deepinfer.scheduler.recent import StepLog
 from deepinfer.scheduler.results import BrokenResult
 from deepinfer.scheduler.worker_link import WATCH_S, WorkerLink, WorkerState
 from deepinfer.wire.actor import Actor
+from deepinfer.wire.arena import Arena
 from deepinfer.wire.checks import shown
 from deepinfer.wire.children import Child
 from deepinfer.wire.config import SchedulerConfig
+from deepinfer.wire.image_jobs import ImageDone, ImageWorkerReady
 from deepinfer.wire.messages import (
+    MAX_IMAGE_BYTES,
+    MAX_IMAGES,
     PROTOCOL_VERSION,
     Answer,
     Call,
@@ -29,6 +35,7 @@ from deepinfer.wire.messages import (
     EngineView,
     FromClient,
     Hello,
+    ImageInput,
     SchedulerHeartbeat,
     Welcome,
 )
@@ -47,12 +54,17 @@ class SchedulerProcess:
     """Feeds the core with what arrives and sends what it decides."""
 
     def __init__(
-        self, config: SchedulerConfig, first_worker: Child, recorder: Recorder | None = None
+        self,
+        config: SchedulerConfig,
+        first_worker: Child,
+        arena: Arena | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._config = config
-        self._core = Core(config.args)
+        self._core = Core(config.args, image_arena_bytes=arena.size if arena is not None else 0)
         self._plan = timed(recorder, "plan", self._core.plan)
         self._info: EngineInfo | None = None
+        self._device: EngineInfo | None = None
         self._down = ""
         self._down_told = False
         self._started = self._last_step = time.monotonic()
@@ -76,11 +88,13 @@ class SchedulerProcess:
             config.args,
             config.directory,
             first_worker,
+            arena.fileno if arena is not None else None,
             on_ready=self._on_ready,
             on_result=timed(recorder, "result", self._on_result),
             on_gone=self._on_worker_gone,
             on_down=self._on_worker_down,
         )
+        self._images = self._image_link(arena) if arena is not None else None
         if config.args.endpoint is not None:
             try:
                 self._clients.listen_also(config.args.endpoint, config.args.curve_keys)
@@ -100,8 +114,14 @@ class SchedulerProcess:
         """
         self._actor.run(timeout_s=self._longest_wait)
         self._clients.stop_listening()
+        if self._images is not None:
+            self._images.stop()
         self._worker.stop()
         self._actor.close()
+
+    def give_up(self, cause: str) -> None:
+        """Be an engine that cannot serve; clients are told why."""
+        self._worker.give_up(cause)
 
     # ---- the turn -------------------------------------------------------------------------------
 
@@ -122,6 +142,9 @@ class SchedulerProcess:
             ended_ns = time.monotonic_ns()
             self._worker.send(plan)
             self._step_log.planned(plan, self._core.decode_rows, began_ns, ended_ns)
+        if self._images is not None:
+            for number, job in self._core.image_jobs(now):
+                self._images.send(number, job)
         for client, message in self._core.outbox():
             self._clients.send(client, message)
         if self._down and not self._down_told:
@@ -149,6 +172,8 @@ class SchedulerProcess:
     def _watch(self) -> None:
         self._clients.watch(time.monotonic())
         self._worker.watch()
+        if self._images is not None:
+            self._images.watch()
 
     def _beat(self) -> None:
         for client in self._clients.greeted():
@@ -233,9 +258,12 @@ class SchedulerProcess:
         now = time.monotonic()
         return self._core.stats() | {
             "clients": len(self._clients),
-            "junk_frames": self._clients.junk_frames + self._worker.junk_frames,
+            "junk_frames": self._clients.junk_frames
+            + self._worker.junk_frames
+            + (self._images.junk_frames if self._images is not None else 0),
             "unknown_keys": self._clients.unknown_keys,
             "worker_restarts": self._worker.restarts,
+            "image_worker_restarts": self._images.restarts if self._images is not None else 0,
             "worker_busy_s": self._worker_busy_ns / 1e9,
             "worker_idle_s": self._worker_idle_ns / 1e9,
             "last_step_age_s": now - self._last_step,
@@ -258,7 +286,11 @@ class SchedulerProcess:
                 "last_step_age_s": age,
                 "worker_pid": self._worker.pid,
             },
-            texts={"worker": self._worker.state.value, "cause": cause},
+            texts={
+                "worker": self._worker.state.value,
+                "cause": cause,
+                "images": self._images.state if self._images is not None else "none",
+            },
         )
 
     def _look_in(self) -> EngineView:
@@ -288,8 +320,7 @@ class SchedulerProcess:
         self._last_step = now
         args = self._config.args
         log.info("worker ready: %s", " ".join(f"{k} {v:.2f}s" for k, v in ready.phases.items()))
-        first = self._info is None
-        self._info = EngineInfo(
+        self._device = EngineInfo(
             model=args.model,
             tokenizer=args.tokenizer or args.model,
             vocab_size=ready.vocab_size,
@@ -304,6 +335,24 @@ class SchedulerProcess:
             architecture=ready.architecture,
             start_s=ready.phases,
         )
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell clients of the engine, once all its parts are there."""
+        if self._device is None:
+            return
+        images = None
+        if self._images is not None and not self._images.down:
+            if self._core.image_placeholder < 0:
+                return
+            images = ImageInput(
+                placeholder=self._core.image_placeholder,
+                max_images=MAX_IMAGES,
+                max_bytes=MAX_IMAGE_BYTES,
+                urls=self._config.args.image_urls,
+            )
+        first, self._info = self._info is None, self._device
+        self._info.images = images
         if first:
             for client in self._clients.greeted():
                 self._clients.send(client, Welcome(self._info))
@@ -334,6 +383,47 @@ class SchedulerProcess:
             log.error("the engine is down: %s", cause)
         self._down = cause
         self._core.engine_down(time.monotonic(), cause)
+        if self._images is not None:
+            self._images.stop()
+
+    # ---- image workers --------------------------------------------------------------------------
+
+    def _image_link(self, arena: Arena) -> ImageLink:
+        return ImageLink(
+            self._actor,
+            self._config.args,
+            self._config.directory,
+            arena.fileno,
+            on_ready=self._on_image_worker_ready,
+            on_done=self._on_image_done,
+            on_gone=self._on_image_worker_gone,
+            on_down=self._on_images_down,
+        )
+
+    def _on_image_worker_ready(self, number: int, ready: ImageWorkerReady) -> None:
+        assert self._images is not None
+        try:
+            self._core.image_worker_ready(number, ready)
+        except ValueError as error:
+            self._images.give_up(f"cannot work: {error}")
+            return
+        self._announce()
+
+    def _on_image_done(self, number: int, done: ImageDone) -> None:
+        assert self._images is not None
+        try:
+            self._core.image_done(number, done, time.monotonic())
+        except BrokenImage as error:
+            self._images.replace(number, f"sent a broken answer: {error}")
+
+    def _on_image_worker_gone(self, number: int, cause: str) -> None:
+        log.warning("%s; starting another", cause)
+        self._core.image_worker_gone(number, cause, time.monotonic())
+
+    def _on_images_down(self, cause: str) -> None:
+        log.error("requests with images cannot be served: %s", cause)
+        self._core.images_down(cause, time.monotonic())
+        self._announce()
 
 
 def _allow_descriptors(wanted: int) -> None:
@@ -344,14 +434,22 @@ def _allow_descriptors(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def main(config: SchedulerConfig, first_worker: Child) -> None:
-    """Run the scheduler; ``first_worker`` is ``start_worker``'s generation 1."""
+def main(
+    config: SchedulerConfig, first_worker: Child, arena: Arena | None = None, trouble: str = ""
+) -> None:
+    """Run the scheduler; ``first_worker`` is ``start_worker``'s generation 1.
+
+    ``arena`` is there when the model takes images; ``trouble`` says why the engine cannot serve.
+    """
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level="WARNING")
     _allow_descriptors(2 * MAX_CLIENTS)
     folder = config.args.profile
     recorder = Recorder(folder, "scheduler") if folder is not None else None
     try:
-        SchedulerProcess(config, first_worker, recorder).run()
+        scheduler = SchedulerProcess(config, first_worker, arena, recorder)
+        if trouble:
+            scheduler.give_up(trouble)
+        scheduler.run()
     finally:
         if recorder is not None:
             recorder.write()

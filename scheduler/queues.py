@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
@@ -54,6 +55,16 @@ class Places:
             del self.taken[asker]
 
 
+MAX_PASSING = 1024
+"""Sequences that may pass one whose images are not there yet.
+
+It loses nothing by them while it waits, for it is the next to be admitted as soon as it can be; but
+they take slots and blocks, and it must not find all of them taken whenever it comes.
+"""
+
+_Entry = tuple[tuple[float, int, int], Sequence]
+
+
 class WaitingQueue:
     """Sequences without a slot, in the order they are admitted.
 
@@ -65,6 +76,9 @@ class WaitingQueue:
     A preempted sequence keeps its key, so it stands before its peers that never started: those
     arrived later.
 
+    Sequences that are not schedulable keep their place, and others pass them. When ``MAX_PASSING``
+    have passed the first of them, those behind it wait.
+
     What differs under the *fair* policy stands in ``FairQueue``.
     """
 
@@ -72,23 +86,46 @@ class WaitingQueue:
 
     def __init__(self, by_priority: bool) -> None:
         self.by_priority = by_priority
-        self._entries: list[tuple[tuple[float, int, int], Sequence]] = []
+        self._entries: list[_Entry] = []
+        self._held: list[_Entry] = []
         self.places = {False: Places(), True: Places()}
         """Those of new requests, and those of resubmitted ones."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._held)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for _, sequence in self._entries)
+        return (sequence for _, sequence in heapq.merge(self._entries, self._held))
 
     def __contains__(self, sequence: Sequence) -> bool:
-        at = bisect_left(self._entries, (sequence.queue_key,))
-        return at < len(self._entries) and self._entries[at][1] is sequence
+        line = self._line(sequence)
+        at = bisect_left(line, (sequence.queue_key,))
+        return at < len(line) and line[at][1] is sequence
 
     def head(self) -> Sequence | None:
-        """Return the sequence that is admitted next."""
+        """Return the sequence that is admitted next; ``None`` when there is none."""
+        first = self._first()
+        if first is not None and self._held:
+            held = self._held[0][1]
+            if held.passed_by >= MAX_PASSING and self.goes_before(held, first):
+                return None
+        return first
+
+    def held(self) -> list[Sequence]:
+        """Return those that are not schedulable, in the order in which they are helped to be."""
+        return [sequence for _, sequence in self._held]
+
+    def set_schedulable(self, sequence: Sequence, schedulable: bool, now: float) -> None:
+        """Say that a sequence that waits may be admitted from now on, or may not any more."""
+        self.remove(sequence, now)
+        sequence.schedulable = schedulable
+        self.add(sequence, now)
+
+    def _first(self) -> Sequence | None:
         return self._entries[0][1] if self._entries else None
+
+    def _line(self, sequence: Sequence) -> list[_Entry]:
+        return self._entries if sequence.schedulable else self._held
 
     def first_key(self, sequence: Sequence) -> tuple[float, int, int]:
         """Return the place of a sequence that just arrived; unique by its last part."""
@@ -125,19 +162,22 @@ class WaitingQueue:
 
     def choose(self, head: Sequence, now: float) -> None:
         """Take note that the head is admitted now."""
+        if self._held and self.goes_before(self._held[0][1], head):
+            self._held[0][1].passed_by += 1
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Put the sequence at the place of its key."""
         sequence.queued_at = now
         # Keys are unique, so a comparison never reaches the sequence.
-        insort(self._entries, (sequence.queue_key, sequence))
+        insort(self._line(sequence), (sequence.queue_key, sequence))
         self.places[sequence.resubmitted].take(sequence.asker)
 
     def remove(self, sequence: Sequence, now: float) -> None:
         """Take out a sequence that is admitted or has ended, and count how long it waited."""
-        at = bisect_left(self._entries, (sequence.queue_key,))
-        assert self._entries[at][1] is sequence, f"{sequence.request_id!r} is not in the queue"
-        del self._entries[at]
+        line = self._line(sequence)
+        at = bisect_left(line, (sequence.queue_key,))
+        assert line[at][1] is sequence, f"{sequence.request_id!r} is not in the queue"
+        del line[at]
         self.places[sequence.resubmitted].leave(sequence.asker)
         sequence.waited_s += now - sequence.queued_at
 

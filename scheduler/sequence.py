@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from deepinfer.scheduler.client_names import asker_of, key_of
 from deepinfer.scheduler.story import Detail, Story, Whose
 from deepinfer.wire.params import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.scheduler.images import ImageSet
 
 
 class Status(Enum):
@@ -88,12 +92,14 @@ class Sequence:
         "deadline",
         "digests",
         "first_scheduled",
+        "images",
         "key",
         "num_preemptions",
         "num_prompt",
         "num_registered",
         "num_restarts",
         "params",
+        "passed_by",
         "passed_over",
         "priority",
         "prompt_logprobs_next",
@@ -103,6 +109,7 @@ class Sequence:
         "request_id",
         "resubmitted",
         "salt",
+        "schedulable",
         "slot",
         "status",
         "stop_ids",
@@ -164,6 +171,12 @@ class Sequence:
         # sequence was admitted while it was the oldest that waited.
         self.chosen: dict[str, Detail] = {}
         self.passed_over = 0
+
+        # Its images, if it has any. It is not schedulable until all of them are there, and others
+        # pass it meanwhile.
+        self.images: ImageSet | None = None
+        self.schedulable = True
+        self.passed_by = 0
 
         # Prefix cache: digests of the full blocks known so far, and how many of the sequence's
         # own blocks are findable by them.

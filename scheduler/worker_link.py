@@ -31,7 +31,8 @@ DEATHS_ALLOWED = 8
 
 A request that kills its workers is found and ended before that (``scheduler.suspects``).
 """
-_FIRST_WORD_S = 30.0
+FIRST_WORD_S = 30.0
+"""How long a process may take to say hello."""
 STEP_LIMIT_S = 300.0
 """A step that computes for longer is taken as hung, though the process still answers."""
 
@@ -58,6 +59,7 @@ class WorkerLink:
         args: EngineArgs,
         directory: str,
         first_worker: Child,
+        arena_fd: int | None = None,
         *,
         on_ready: Callable[[WorkerReady], None],
         on_result: Callable[[StepResult], None],
@@ -69,6 +71,7 @@ class WorkerLink:
         self.junk_frames = 0
         self._args = args
         self._directory = directory
+        self._arena_fd = arena_fd
         self._codec = Codec(FromWorker, max_in=MAX_STEP_BYTES, max_out=MAX_STEP_BYTES)
         self._on_ready = on_ready
         self._on_result = on_result
@@ -137,7 +140,7 @@ class WorkerLink:
     def _silence_limit(self) -> float:
         # Before its hello a worker still starts the interpreter and cannot send anything.
         limit = self._args.heartbeat_timeout_s
-        return limit if self._said_hello else max(limit, _FIRST_WORD_S)
+        return limit if self._said_hello else max(limit, FIRST_WORD_S)
 
     def _receive(self, frames: list[bytes]) -> None:
         if len(frames) != 2 or not frames[0].startswith(self._identity):
@@ -180,4 +183,5 @@ class WorkerLink:
             return
         self.restarts += 1
         self._on_gone(cause)
-        self._take_on(start_worker(self._args, self._directory, self._generation + 1))
+        generation = self._generation + 1
+        self._take_on(start_worker(self._args, self._directory, generation, self._arena_fd))

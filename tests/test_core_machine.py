@@ -30,6 +30,7 @@ from deepinfer.wire.messages import Goodbye
 from deepinfer.wire.params import SamplingParams
 from support.core_driver import CoreDriver, Request
 from support.scripted_grammar import GRAMMAR, VOCAB
+from support.scripted_images import MAX_LINES, PLACEHOLDER, picture
 
 CLIENTS = (b"alice", b"bob")
 NATURAL_RULES = {"eos", "stop_token", "max_tokens", "max_model_len", "kv_capacity"}
@@ -46,6 +47,8 @@ class Wish:
     salt: str
     user_id: str
     weight: float
+    pictures: list[bytes]
+    by_url: bool
 
 
 def wish(pick: random.Random) -> Wish:
@@ -53,8 +56,17 @@ def wish(pick: random.Random) -> Wish:
     stem = [pick.randrange(4, 7)] * pick.randrange(25)
     tail = [pick.randrange(4, VOCAB) for _ in range(pick.randrange(1, 5))]
     max_tokens = pick.randrange(1, 25)
+    pictures = [
+        picture(pick.randrange(5), pick.randrange(1, MAX_LINES + 1))
+        for _ in range(pick.choice([0, 0, 0, 1, 1, 3]))
+    ]
+    if pictures and pick.random() < 0.1:
+        pictures[-1] = b"no picture at all"
+    prompt = stem + tail
+    for _ in pictures:
+        prompt.insert(pick.randrange(len(prompt) + 1), PLACEHOLDER)
     return Wish(
-        prompt=pick.choice([[], [], [], [GRAMMAR]]) + stem + tail,
+        prompt=pick.choice([[], [], [], [GRAMMAR]]) + prompt,
         params=SamplingParams(
             seed=0,
             temperature=0.0,
@@ -63,13 +75,15 @@ def wish(pick: random.Random) -> Wish:
             ignore_eos=pick.random() < 0.5,
             stop_token_ids=pick.choice([None, None, [9, 11]]),
             logprobs=pick.choice([None, None, 0]),
-            prompt_logprobs=pick.choice([None, None, 0]),
+            prompt_logprobs=None if pictures else pick.choice([None, None, 0]),
         ),
         priority=pick.randrange(4),
         timeout_ms=pick.choice([None, None, None, 5000.0]),
         salt=pick.choice(["", "", "tenant"]),
         user_id=pick.choice(["", "one", "two"]),
         weight=pick.choice([1.0, 1.0, 3.0]),
+        pictures=pictures,
+        by_url=pick.random() < 0.2,
     )
 
 
@@ -97,6 +111,8 @@ class CoreMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority", "fair"]),
         stop=st.booleans(),
         cache=st.booleans(),
+        image_workers=st.integers(1, 2),
+        arena_cells=st.integers(1 + MAX_LINES, 6 * (1 + MAX_LINES)),
     )
     def start(
         self,
@@ -108,6 +124,8 @@ class CoreMachine(RuleBasedStateMachine):
         policy: str,
         stop: bool,
         cache: bool,
+        image_workers: int,
+        arena_cells: int,
     ) -> None:
         args = EngineArgs(
             max_num_seqs=slots,
@@ -118,10 +136,12 @@ class CoreMachine(RuleBasedStateMachine):
             stop_preempted_request=stop,
             enable_prefix_caching=cache,
             async_scheduling=self.depth == 2,
+            num_image_workers=image_workers,
+            image_urls=True,
         )
         # With small blocks a pool of as many would hold next to nothing.
         scale = max(1, 8 // block_size)
-        self.driver = CoreDriver(args, blocks * scale, self.tokens_per_row)
+        self.driver = CoreDriver(args, blocks * scale, self.tokens_per_row, arena_cells=arena_cells)
         self.lost = False
 
     # ---- clients --------------------------------------------------------------------------------
@@ -137,18 +157,26 @@ class CoreMachine(RuleBasedStateMachine):
             salt=wish.salt,
             user_id=wish.user_id,
             weight=wish.weight,
+            pictures=wish.pictures,
+            by_url=wish.by_url,
         )
 
     @rule(wish=wishes, percent=numbers)
     def resubmit(self, wish: Wish, percent: int) -> None:
-        alone = self.driver.expected(Request(b"", 0, "", wish.prompt, wish.params)).tokens
-        self.driver.add(wish.prompt, wish.params, output=alone[: percent * len(alone) // 99])
+        request = Request(b"", 0, "", wish.prompt, wish.params, wish.pictures)
+        alone = self.driver.expected(request).tokens
+        self.driver.add(
+            wish.prompt,
+            wish.params,
+            output=alone[: percent * len(alone) // 99],
+            pictures=wish.pictures,
+        )
 
     @rule(wish=wishes)
     def abort_before_add(self, wish: Wish) -> None:
         key = len(self.driver.requests) + 1
         self.driver.abort(Request(b"c", key, "", wish.prompt, wish.params))
-        request = self.driver.add(wish.prompt, wish.params, key=key)
+        request = self.driver.add(wish.prompt, wish.params, key=key, pictures=wish.pictures)
         assert request.end is not None and request.end.detail == "client_abort"
 
     @precondition(lambda self: self.live())
@@ -237,6 +265,22 @@ class CoreMachine(RuleBasedStateMachine):
     def a_row_fails(self, slot: int) -> None:
         self.driver.worker.fail_slots.add(slot)
 
+    # ---- images ---------------------------------------------------------------------------------
+
+    @rule()
+    def image_workers_begin(self) -> None:
+        self.driver.take_image_jobs()
+
+    @precondition(lambda self: self.driver.image_jobs)
+    @rule(number=numbers, fails=st.sampled_from([False, False, False, True]))
+    def an_image_worker_answers(self, number: int, fails: bool) -> None:
+        busy = list(self.driver.image_jobs)
+        self.driver.finish_image(busy[number % len(busy)], "it broke" if fails else "")
+
+    @rule(number=st.integers(0, 1))
+    def an_image_worker_dies(self, number: int) -> None:
+        self.driver.kill_image_worker(number % self.driver.args.num_image_workers)
+
     # ---- the end --------------------------------------------------------------------------------
 
     def live(self) -> list[Request]:
@@ -266,7 +310,7 @@ class CoreMachine(RuleBasedStateMachine):
         """Each output is charged to somebody once, and no prompt token more often than once."""
         served = sum(told["served_tokens"] for told in self.driver.core.tenants().values())
         outputs = sum(len(request.tokens) for request in self.driver.requests.values())
-        known = sum(len(r.prompt) + len(r.resubmitted) for r in self.driver.requests.values())
+        known = sum(len(r.whole_prompt) + len(r.resubmitted) for r in self.driver.requests.values())
         assert outputs <= served <= outputs + known
 
     def hold_against_reference(self, request: Request) -> None:
@@ -279,6 +323,8 @@ class CoreMachine(RuleBasedStateMachine):
             if request.params.prompt_logprobs is not None and request.tokens:
                 positions = sorted(request.prompt_logprobs)
                 assert positions == list(range(1, len(request.prompt))), request
+        if end.status == "FINISHED_VE_FAILED":
+            assert request.pictures and not request.tokens, request
         if end.detail == "preempted":
             assert self.driver.args.stop_preempted_request
         if request.params.logprobs is not None:

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from deepinfer.scheduler.core import Core
+from deepinfer.wire.arena import ALIGNMENT
 from deepinfer.wire.columns import pack_int32, unpack_int32, unpack_uint32
 from deepinfer.wire.config import EngineArgs
+from deepinfer.wire.image_jobs import ImageDone, ImageJob, ImageWorkerReady
 from deepinfer.wire.messages import (
     Abort,
     AddRequest,
     End,
+    ImageRef,
     OutputBatch,
     Refused,
     StopMatched,
@@ -27,6 +30,15 @@ from deepinfer.wire.params import SamplingParams
 from deepinfer.wire.steps import StepPlan, StepResult, WorkerReady
 from support.mirror_worker import Expected, MirrorWorker, reference
 from support.scripted_grammar import EOS, VOCAB, BracketMatcher, matcher_for
+from support.scripted_images import (
+    MAX_LINES,
+    PLACEHOLDER,
+    CellArena,
+    content_of,
+    encoded,
+    expanded,
+    url_of,
+)
 
 STEP_NS = 30_000_000
 
@@ -42,6 +54,7 @@ class Request:
     request_id: str
     prompt: list[int]
     params: SamplingParams
+    pictures: list[bytes] = field(default_factory=list)
     resubmitted: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -73,6 +86,11 @@ class Request:
         return self.resubmitted + self.tokens
 
     @property
+    def whole_prompt(self) -> list[int]:
+        """The prompt with the tokens of its pictures."""
+        return expanded(self.prompt, self.pictures)[0]
+
+    @property
     def live(self) -> bool:
         """Whether neither an end nor a refusal came."""
         return self.end is None and self.refused is None
@@ -100,12 +118,16 @@ class CoreDriver:
         num_blocks: int,
         tokens_per_row: int = 1,
         make_worker: Callable[[], Worker] | None = None,
+        arena_cells: int = 0,
     ) -> None:
         self.args = args
         self.num_blocks = num_blocks
         self.tokens_per_row = tokens_per_row
         self._make_worker = make_worker or self._mirror_worker
-        self.core = Core(args, tokens_per_row)
+        self.core = Core(args, tokens_per_row, arena_cells * ALIGNMENT)
+        self.arena = CellArena(arena_cells)
+        self.image_jobs: dict[int, ImageJob] = {}
+        self.images_done = 0
         self.now = 0.0
         self.results: list[StepResult] = []
         self.delivered: list[StepResult] = []
@@ -113,6 +135,8 @@ class CoreDriver:
         self.plans: list[StepPlan] = []
         self.requests: dict[tuple[bytes, int], Request] = {}
         self.start_worker()
+        for number in range(args.num_image_workers if arena_cells else 0):
+            self.start_image_worker(number)
 
     @property
     def max_model_len(self) -> int:
@@ -135,13 +159,24 @@ class CoreDriver:
         key: int | None = None,
         request_id: str | None = None,
         output: list[int] | None = None,
+        pictures: Sequence[bytes] = (),
+        by_url: bool = False,
         **fields: object,
     ) -> Request:
-        """Send an ``AddRequest``; the key is a new one when not given."""
+        """Send an ``AddRequest``; the key is a new one when not given.
+
+        ``pictures`` belong to the ``PLACEHOLDER`` tokens of the prompt.
+        """
         if key is None:
             key = len(self.requests) + 1
         params = params or SamplingParams(seed=0, max_tokens=8, temperature=0.0)
-        request = Request(client, key, request_id or f"r{key}", prompt, params, output or [])
+        name = request_id or f"r{key}"
+        request = Request(client, key, name, prompt, params, list(pictures), output or [])
+        places = [at for at, token in enumerate(prompt) if token == PLACEHOLDER]
+        refs = [
+            ImageRef(url=url_of(data), position=at) if by_url else ImageRef(data, "", at)
+            for data, at in zip(pictures, places, strict=False)
+        ]
         if (client, key) not in self.requests:
             self.requests[client, key] = request
         message = AddRequest(
@@ -150,6 +185,7 @@ class CoreDriver:
             prompt=pack_int32(prompt),
             params=params,
             output=pack_int32(output or []),
+            images=refs,
             **fields,  # type: ignore[arg-type]
         )
         self.core.handle(client, message, self.now)
@@ -169,7 +205,13 @@ class CoreDriver:
 
     def expected(self, request: Request) -> Expected:
         """Return what the request says when it is alone."""
-        return reference(request.prompt, request.params, self.max_model_len, self.cache_tokens)
+        return reference(
+            request.prompt,
+            request.params,
+            self.max_model_len,
+            self.cache_tokens,
+            request.pictures,
+        )
 
     def hold_alone(self, request: Request) -> None:
         """Assert that the request ended as it does when it is alone, with the same tokens."""
@@ -184,6 +226,8 @@ class CoreDriver:
         gauges = ("live", "waiting", "prefilling", "running", "in_flight")
         assert {name: stats[name] for name in gauges} == dict.fromkeys(gauges, 0)
         assert stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
+        assert stats["images_waiting"] == stats["images_encoding"] == stats["image_file_bytes"] == 0
+        assert stats["image_arena_used_bytes"] == stats["image_arena_cached_bytes"]
         ended = sum(count for name, count in stats.items() if name.startswith("ended_"))
         assert ended == stats["accepted"]
         assert all(value >= 0 for value in stats.values())
@@ -215,13 +259,19 @@ class CoreDriver:
     def deliver(self, index: int = 0) -> None:
         """Give the core a waiting result, the oldest if no other is named."""
         result = self.results.pop(index)
+        if isinstance(self.worker, MirrorWorker):
+            for region in self.worker.read_in_step.pop(result.step, []):
+                assert self.arena.holds(region), "a step read what was given away"
         self.delivered.append(result)
         self.core.step_result(result, self.now)
         self.collect()
 
     def step(self) -> bool:
-        """Fill the pipeline and deliver one result; return whether anything happened."""
-        busy = False
+        """Fill the pipeline, deliver one result, finish one image; return whether any was there."""
+        self.take_image_jobs()
+        busy = bool(self.image_jobs)
+        if busy:
+            self.finish_image(next(iter(self.image_jobs)))
         while self.plan() is not None:
             busy = True
         if self.results:
@@ -263,6 +313,43 @@ class CoreDriver:
         self.core.worker_ready(ready, self.now)
         self.collect()
 
+    # ---- image workers --------------------------------------------------------------------------
+
+    def start_image_worker(self, number: int) -> None:
+        """Announce an image worker."""
+        ready = ImageWorkerReady(PLACEHOLDER, (1 + MAX_LINES) * ALIGNMENT, {})
+        self.core.image_worker_ready(number, ready)
+
+    def take_image_jobs(self) -> None:
+        """Let idle image workers begin what the core has for them."""
+        for number, job in self.core.image_jobs(self.now):
+            assert number not in self.image_jobs, "a second job at a time"
+            self.image_jobs[number] = job
+            self.arena.begin(job.region)
+        self.collect()
+
+    def finish_image(self, number: int, error: str = "") -> None:
+        """Let an image worker answer: the image, or an error."""
+        job = self.image_jobs.pop(number)
+        done = ImageDone(job.job, error=error)
+        if not error:
+            data = content_of(job.image)
+            try:
+                done.encoded = encoded(data)
+                self.arena.write(job.region, data)
+                self.images_done += 1
+            except ValueError as bad:
+                done.error = str(bad)
+        self.core.image_done(number, done, self.now)
+        self.collect()
+
+    def kill_image_worker(self, number: int) -> None:
+        """An image worker dies, and another is ready at once."""
+        self.image_jobs.pop(number, None)
+        self.core.image_worker_gone(number, "killed", self.now)
+        self.collect()
+        self.start_image_worker(number)
+
     def _mirror_worker(self) -> MirrorWorker:
         return MirrorWorker(
             last_step=self.plans[-1].step if self.plans else 0,
@@ -271,6 +358,7 @@ class CoreDriver:
             block_size=self.args.block_size,
             max_tokens_per_step=self.args.max_num_batched_tokens,
             tokens_per_row=self.tokens_per_row,
+            arena=self.arena,
         )
 
     # ---- what comes back ------------------------------------------------------------------------
@@ -307,6 +395,7 @@ class CoreDriver:
             request = self.requests[client, note.key]
             request.cached_tokens = note.cached_tokens
             request.num_preemptions = note.num_preemptions
+            assert note.prompt_tokens == len(request.whole_prompt)
         for extra in batch.extras:
             request = self.requests[client, extra.key]
             request.logprobs += [told.logprob for told in extra.logprobs]
@@ -325,7 +414,11 @@ class CoreDriver:
             assert end.num_output_tokens <= len(request.output)
             if not end.detail.startswith("stop_string"):
                 assert end.num_output_tokens == len(request.output)
-            everything = request.prompt + request.output[: end.num_output_tokens]
+            # One that ended before its pictures were there has the prompt that it was sent with.
+            whole = [request.prompt, request.whole_prompt][end.prompt_tokens != len(request.prompt)]
+            assert end.prompt_tokens == len(whole)
+            assert whole == request.whole_prompt or not request.tokens
+            everything = whole + request.output[: end.num_output_tokens]
             assert end.last_token_id == everything[-1]
             assert end.queue_ms <= end.total_ms
 

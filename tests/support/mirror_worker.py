@@ -10,15 +10,18 @@ request says, and ``reference`` (the same chain without an engine) disagrees.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
+from deepinfer.wire.arena import Region
 from deepinfer.wire.columns import pack_int32, unpack_int32
 from deepinfer.wire.messages import PromptLogprobs, TokenLogprobs
 from deepinfer.wire.params import SamplingParams
 from deepinfer.wire.steps import (
+    ImageSpan,
     RowFailed,
     RowLogprobs,
     RowPromptLogprobs,
@@ -26,6 +29,7 @@ from deepinfer.wire.steps import (
     StepResult,
 )
 from support.scripted_grammar import EOS, VOCAB, BracketMatcher, matcher_for
+from support.scripted_images import CellArena, expanded
 
 ROOT = 1
 
@@ -54,10 +58,10 @@ def score(entry: int, token: int) -> float:
     return -float((entry ^ token * 7919) % 1000) / 100
 
 
-def entries(tokens: list[int]) -> list[int]:
-    """Return the chain's entries for a whole sequence."""
+def entries(contents: list[int]) -> list[int]:
+    """Return the chain's entries for a whole sequence: tokens, and lines of images."""
     found, before = [], ROOT
-    for token in tokens:
+    for token in contents:
         before = chain(before, token)
         found.append(before)
     return found
@@ -73,14 +77,22 @@ class Expected:
 
 
 def reference(
-    prompt: list[int], params: SamplingParams, max_model_len: int, cache_tokens: int
+    prompt: list[int],
+    params: SamplingParams,
+    max_model_len: int,
+    cache_tokens: int,
+    pictures: Sequence[bytes] = (),
 ) -> Expected:
     """Run one request without an engine."""
     limit = min(max_model_len, cache_tokens)
     at_limit = "max_model_len" if max_model_len <= cache_tokens else "kv_capacity"
     if len(prompt) > limit:
         return Expected([], "FINISHED_IGNORED", at_limit)
-    entry, output, matcher = entries(prompt)[-1], [], matcher_for(prompt)
+    matcher = matcher_for(prompt)
+    prompt, content = expanded(prompt, pictures)
+    if len(prompt) > limit:
+        return Expected([], "FINISHED_VE_FAILED", "image")
+    entry, output = entries(content)[-1], []
     while True:
         token = say(entry, matcher)
         if matcher is not None:
@@ -108,6 +120,7 @@ class _Row:
     blocks: list[int]
     params: SamplingParams
     prompt_logprobs_start: int
+    images: list[ImageSpan]
     matcher: BracketMatcher | None = None
     decodes: bool = False
     failed: bool = False
@@ -128,6 +141,7 @@ class MirrorWorker:
         max_tokens_per_step: int,
         tokens_per_row: int,
         last_step: int = 0,
+        arena: CellArena | None = None,
     ) -> None:
         self.memory = np.zeros(num_blocks * block_size, dtype=np.int64)
         self.rows: dict[int, _Row] = {}
@@ -139,6 +153,9 @@ class MirrorWorker:
         self.last_step = last_step
         self.fail_slots: set[int] = set()
         self.step_tokens: list[int] = []
+        self.arena = arena
+        self.read_in_step: dict[int, list[Region]] = {}
+        """Regions that a step reads. It runs some time before its result is read."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply a plan in the order of its fields, compute, and return what it brought."""
@@ -159,6 +176,8 @@ class MirrorWorker:
             assert not row.decodes, f"a chunk for decode row {slot}"
             assert q > 0 and row.computed + q <= row.num_admitted
             begin = row.computed
+            regions = [span.region for span in row.images]
+            self.read_in_step.setdefault(plan.step, []).extend(regions)
             for _ in range(q):
                 self._compute(slot, row, written)
             scores = self._prompt_scores(row, begin)
@@ -201,10 +220,11 @@ class MirrorWorker:
                 blocks=unpack_int32(admit.blocks).tolist(),
                 params=admit.params,
                 prompt_logprobs_start=admit.prompt_logprobs_start,
+                images=admit.images,
             )
             assert row.computed < row.num_admitted, "nothing is left to compute"
             assert len(row.blocks) * self.block_size >= row.num_admitted
-            right = entries(row.tokens[: row.computed])
+            right = entries(self._content(row)[: row.computed])
             held = [self._entry(row, position) for position in range(row.computed)]
             assert held == right, "a cached block holds something else"
             row.matcher = matcher_for(row.tokens[: row.num_prompt])
@@ -230,10 +250,20 @@ class MirrorWorker:
         position = row.computed
         before = self._entry(row, position - 1) if position else ROOT
         place = self._place(row, position)
-        self.memory[place] = chain(before, row.tokens[position])
+        content = self._content(row) if position < row.num_admitted else row.tokens
+        self.memory[place] = chain(before, content[position])
         row.computed += 1
         block = place // self.block_size
         assert written.setdefault(block, slot) == slot, f"block {block} has two writers"
+
+    def _content(self, row: _Row) -> list[int]:
+        """What is computed at each position: the token, or the line of an image."""
+        content = list(row.tokens)
+        for span in row.images:
+            assert self.arena is not None
+            for position, value in self.arena.read(span).items():
+                content[position] = value
+        return content
 
     def _sample(self, row: _Row) -> int:
         token = say(self._entry(row, row.computed - 1), row.matcher)

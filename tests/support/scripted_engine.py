@@ -14,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,12 @@ import psutil
 
 from deepinfer import EngineArgs
 from deepinfer.frontend.tokenizer import Tokenizer
-from support.scripted_model import ScriptedModel, hash_chain
-from support.small_tokenizers import save_folder
+from deepinfer.wire.columns import unpack_int32
+from support.scripted_images import encoded, line_of, num_lines
+from support.scripted_model import ScriptedModel, hash_chain, image_tokens
+from support.small_tokenizers import add_special, save_folder
+
+HIDDEN_SIZE = 4
 
 
 class Hold:
@@ -44,11 +48,17 @@ class Hold:
 
 
 class ScriptedFolder:
-    """A model folder that the scripted worker serves, with a small byte-level tokenizer."""
+    """A model folder that the scripted worker serves, with a small byte-level tokenizer.
 
-    def __init__(self, path: Path, **script: Any) -> None:
-        self.path = save_folder("byte_level", "chatml", path)
+    With ``images`` it takes pictures of ``scripted_images``: one for each ``<image>``.
+    """
+
+    def __init__(self, path: Path, *, images: bool = False, **script: Any) -> None:
+        self.path = save_folder("byte_level", "vision" if images else "chatml", path)
+        if images:
+            add_special(path, "<image>")
         self.tokenizer = Tokenizer.from_folder(path)
+        self.placeholder = self.tokenizer.backend.token_to_id("<image>") if images else -1
         self.script: dict[str, Any] = {
             "vocab_size": self.tokenizer.vocab_size,
             "max_model_len": 1024,
@@ -58,11 +68,18 @@ class ScriptedFolder:
             "poison": -1,
             "fail_load": "",
             "damaged": "",
+            "images_fail": "",
+            "image_ms": 0,
+            "hidden_size": HIDDEN_SIZE,
+            "placeholder": self.placeholder,
             **script,
         }
         (path / "scripted.json").write_text(json.dumps(self.script))
         (path / "hold").touch()
-        (path / "config.json").write_text(json.dumps({"architectures": ["ScriptedForCausalLM"]}))
+        config: dict[str, Any] = {"architectures": ["ScriptedForCausalLM"]}
+        if images:
+            config["vision_config"] = {}
+        (path / "config.json").write_text(json.dumps(config))
         self._reference = ScriptedModel(
             self.script["vocab_size"],
             eos_token_ids=[self.script["eos_token_id"]],
@@ -72,11 +89,39 @@ class ScriptedFolder:
         )
 
     def args(self, **fields: Any) -> EngineArgs:
-        return EngineArgs(model=str(self.path), worker_module="support.scripted_worker", **fields)
+        return EngineArgs(
+            model=str(self.path),
+            worker_module="support.scripted_worker",
+            image_worker_module="support.scripted_image_worker",
+            **fields,
+        )
 
-    def reference(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Greedy outputs of a prompt, up to and with the first EOS."""
-        return self._reference.continuation(prompt, max_tokens)
+    def reference(
+        self, prompt: list[int], max_tokens: int, pictures: Sequence[bytes] = ()
+    ) -> list[int]:
+        """Greedy outputs of a prompt, up to and with the first EOS.
+
+        Each placeholder in it stands for the next of ``pictures``.
+        """
+        return self._reference.continuation(self.whole_prompt(prompt, pictures), max_tokens)
+
+    def whole_prompt(self, prompt: list[int], pictures: Sequence[bytes]) -> list[int]:
+        """What is computed for a prompt with pictures, as tokens of the scripted model."""
+        whole: list[int] = []
+        left = list(pictures)
+        for token in prompt:
+            if token != self.placeholder or not left:
+                whole.append(token)
+                continue
+            data = left.pop(0)
+            image = encoded(data, placeholder=self.placeholder)
+            lines = iter(range(num_lines(data)))
+            for own in unpack_int32(image.tokens).tolist():
+                if own == self.placeholder:
+                    line = line_of(data, next(lines), HIDDEN_SIZE)
+                    own = int(image_tokens(line[None])[0])
+                whole.append(own)
+        return whole
 
     @contextmanager
     def held(self, *, after: int = 0) -> Iterator[Hold]:

@@ -47,7 +47,20 @@ TOOLS = (
 JOINING = (
     "{% for message in messages %}{{ '<|im_' ~ message.content | trim ~ 'end|>' }}{% endfor %}"
 )
-TEMPLATES = {"chatml": CHATML, "alternating": ALTERNATING, "tools": TOOLS, "joining": JOINING}
+VISION = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{{ '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "chatml": CHATML,
+    "alternating": ALTERNATING,
+    "tools": TOOLS,
+    "joining": JOINING,
+    "vision": VISION,
+}
 
 
 def _byte_level() -> tokenizers.Tokenizer:
@@ -196,3 +209,11 @@ def save_folder(family: str, template: str, folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(TEMPLATES[template])
     return folder
+
+
+def add_special(folder: Path, token: str) -> None:
+    """Give the tokenizer of a folder one more special token."""
+    file = str(folder / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(file)
+    backend.add_special_tokens([token])
+    backend.save(file)

@@ -46,7 +46,9 @@ class WordEngine:
         self._random = random.Random(seed)
         WordEngine.instances.append(self)
 
-    def prepare(self, prompt: Any, params: SamplingParams | None = None) -> PreparedPrompt:
+    def prepare(
+        self, prompt: Any, params: SamplingParams | None = None, multi_modal_data: Any = None
+    ) -> PreparedPrompt:
         if not isinstance(prompt, str | list) or not prompt:
             raise ValueError("prompt must not be empty")
         count = len(words_of(prompt))
