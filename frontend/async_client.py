@@ -158,15 +158,19 @@ class AsyncClient:
 
         Where the iterator is closed early because ``has_left()``, that is, whom you serve went
         away, the request's end and story say ``disconnect`` instead of ``client_abort``.
+
+        ``multi_modal_data={"image": [...]}`` are images for a model that takes some: the bytes of a
+        file, a ``data:`` or ``http(s):`` URL, a PIL image, or a uint8 array [H, W, 3]. The prompt
+        holds the model's placeholder once for each, or is a list of chat messages with an image
+        part for each; such a part may also bring its own image.
         """
-        if multi_modal_data:
-            raise ValueError("multi_modal_data is not supported by this version")
         batches = self.generate_batches(
             prompt,
             sampling_params,
             request_id,
             user_id,
             priority,
+            multi_modal_data,
             timeout_s=timeout_s,
             weight=weight,
             cache_salt=cache_salt,
@@ -184,6 +188,7 @@ class AsyncClient:
         request_id: str | None = None,
         user_id: str = "",
         priority: int = 0,
+        multi_modal_data: dict[str, Any] | None = None,
         *,
         timeout_s: float | None = None,
         weight: float = 1.0,
@@ -197,10 +202,12 @@ class AsyncClient:
         from deepinfer.frontend.session import PreparedPrompt
 
         if isinstance(prompt, PreparedPrompt):
+            if multi_modal_data:
+                raise ValueError("multi_modal_data is for prepare(), not for what it made")
             await self.start()
             prepared = prompt
         else:
-            prepared = await self.prepare(prompt, sampling_params)
+            prepared = await self.prepare(prompt, sampling_params, multi_modal_data)
         self._check_room()
         session = self._live_session()
         # From here to the first await nothing can be cancelled: the request is either not begun
@@ -228,7 +235,10 @@ class AsyncClient:
             inbox.closed.set()
 
     async def prepare(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        multi_modal_data: dict[str, Any] | None = None,
     ) -> PreparedPrompt:
         """Check and tokenise a prompt without sending it, a long one in another thread.
 
@@ -236,10 +246,12 @@ class AsyncClient:
         """
         await self.start()
         session = self._live_session()
-        if _is_short(prompt, sampling_params):
+        if not multi_modal_data and _is_short(prompt, sampling_params):
             return session.prepare(prompt, sampling_params)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, session.prepare, prompt, sampling_params)
+        return await loop.run_in_executor(
+            None, session.prepare, prompt, sampling_params, multi_modal_data
+        )
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its iterator gets a last output with the reason ``abort``.

@@ -27,6 +27,7 @@ MAX_LOOP_TURNS = 1_000_000
 """Turns of all loops and calls of all macros in one rendering."""
 
 _TICK = "_tick"
+_PROBE = "PROBE"
 
 
 class PromptError(ValueError):
@@ -43,6 +44,23 @@ class ChatTemplate:
         self._source = source
         self._variables = dict(variables)
         self._compiled: jinja2.Template | None = None
+        self._wants_parts: bool | None = None
+
+    @property
+    def wants_parts(self) -> bool:
+        """Whether it loses a content that is a string, and wants a list of parts instead."""
+        if self._wants_parts is None:
+            parts = [{"type": "text", "text": _PROBE}]
+            self._wants_parts = not self._tells(_PROBE) and self._tells(parts)
+        return self._wants_parts
+
+    def _tells(self, content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            text = self.render(messages, add_generation_prompt=True, extra={})
+        except PromptError:
+            return False
+        return _PROBE in text and "'text'" not in text
 
     def render(
         self,

@@ -15,7 +15,7 @@ import typer
 from deepinfer.wire.config import EngineArgs
 
 # For tests and other devices; it would only puzzle who reads the help.
-_HIDDEN = {"worker_module"}
+_HIDDEN = {"worker_module", "image_worker_module"}
 
 
 def takes_engine_args(

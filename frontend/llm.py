@@ -17,6 +17,8 @@ from deepinfer.wire.params import SamplingParams
 if TYPE_CHECKING:
     from deepinfer.frontend.session import PreparedPrompt, Prompt
 
+ImageData = dict[str, Any]
+
 
 class LLM:
     """A model for batches: prompts in, completions out, in input order.
@@ -38,24 +40,30 @@ class LLM:
         self,
         prompts: Prompt | Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        multi_modal_data: ImageData | Sequence[ImageData | None] | None = None,
         *,
         progress: bool = True,
     ) -> list[Completion]:
         """Complete prompts (strings or lists of token ids; one or many).
 
+        ``multi_modal_data`` is that of ``AsyncEngine.generate``, for each prompt one (or ``None``).
         With ``n > 1`` a prompt's completions stand one after the other. A bad item raises
         ``ValueError`` that names its index, before anything is sent.
         """
-        return self._run(_as_list(prompts), sampling_params, progress)
+        return self._run(_as_list(prompts), sampling_params, multi_modal_data, progress)
 
     def chat(
         self,
         conversations: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        multi_modal_data: ImageData | Sequence[ImageData | None] | None = None,
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Answer conversations (lists of messages; one or many) through the chat template."""
+        """Answer conversations (lists of messages; one or many) through the chat template.
+
+        Messages may have image parts, with their images or with those of ``multi_modal_data``.
+        """
         if not isinstance(conversations, list | tuple):
             raise ValueError(
                 "conversations must be a list of messages, or a list of such lists, "
@@ -69,7 +77,7 @@ class LLM:
                 raise ValueError(
                     f"conversation {index} must be a list of messages, got {shown(messages)}"
                 )
-        return self._run(several, sampling_params, progress)
+        return self._run(several, sampling_params, multi_modal_data, progress)
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters of the engine."""
@@ -90,10 +98,12 @@ class LLM:
         self,
         prompts: list[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        multi_modal_data: ImageData | Sequence[ImageData | None] | None,
         progress: bool,
     ) -> list[Completion]:
         with self._turn:
-            return self._run_in_turn(self._prepare(prompts, sampling_params), progress)
+            prepared = self._prepare(prompts, sampling_params, multi_modal_data)
+            return self._run_in_turn(prepared, progress)
 
     def _run_in_turn(self, prepared: list[PreparedPrompt], progress: bool) -> list[Completion]:
         from rich.console import Console
@@ -135,6 +145,7 @@ class LLM:
         self,
         prompts: list[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        multi_modal_data: ImageData | Sequence[ImageData | None] | None,
     ) -> list[PreparedPrompt]:
         if isinstance(sampling_params, Sequence):
             if len(sampling_params) != len(prompts):
@@ -144,10 +155,20 @@ class LLM:
             params = list(sampling_params)
         else:
             params = [sampling_params or SamplingParams()] * len(prompts)
+        if multi_modal_data is None:
+            multi_modal_data = [None] * len(prompts)
+        elif isinstance(multi_modal_data, dict):
+            multi_modal_data = [multi_modal_data]
+        if len(multi_modal_data) != len(prompts):
+            raise ValueError(
+                f"multi_modal_data has {len(multi_modal_data)} entries for {len(prompts)} prompts"
+            )
         prepared = []
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, own, images) in enumerate(
+            zip(prompts, params, multi_modal_data, strict=True)
+        ):
             try:
-                prepared.append(self._engine.prepare(prompt, own))
+                prepared.append(self._engine.prepare(prompt, own, images))
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error
         return prepared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepinfer.frontend.connection import (
     HEARTBEAT_S,
@@ -83,6 +83,7 @@ class LLMEngine:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        multi_modal_data: dict[str, Any] | None = None,
         *,
         user_id: str = "",
         priority: int = 0,
@@ -92,10 +93,10 @@ class LLMEngine:
     ) -> None:
         """Send a request; ``ValueError`` when the prompt, the parameters or the id are bad.
 
-        The keywords mean the same as in ``AsyncEngine.generate``.
+        ``multi_modal_data`` and the keywords mean the same as in ``AsyncEngine.generate``.
         Waits while the engine does not read and much was sent to it already.
         """
-        prepared = self.prepare(prompt, params)
+        prepared = self.prepare(prompt, params, multi_modal_data)
         self.add_prepared(
             request_id,
             prepared,
@@ -106,10 +107,15 @@ class LLMEngine:
             cache_salt=cache_salt,
         )
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        multi_modal_data: dict[str, Any] | None = None,
+    ) -> PreparedPrompt:
         """Check and tokenise a prompt without sending it."""
         self._live_connection()
-        return self._session.prepare(prompt, params)
+        return self._session.prepare(prompt, params, multi_modal_data)
 
     def add_prepared(
         self,

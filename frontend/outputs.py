@@ -16,7 +16,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
 
     request_id: str
     prompt_len: int
-    """Tokens of the prompt."""
+    """Tokens of the prompt, those of its images too (from the first token on)."""
     token_id: int
     """The new token; the last one (or -1) when the request ended without a new token."""
     text: str = ""
@@ -73,6 +73,7 @@ class Completion(msgspec.Struct, kw_only=True, gc=False):
     prompt: str | None
     """The prompt's text; ``None`` when it was given as token ids."""
     prompt_token_ids: list[int]
+    """With one placeholder for each image."""
     text: str
     token_ids: list[int]
     finish_reason: str

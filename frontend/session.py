@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from deepinfer.frontend.chat_messages import inline_images, text_length
 from deepinfer.frontend.errors import (
     EngineBusyError,
     EngineDownError,
     EngineError,
     PromptTooLongError,
 )
+from deepinfer.frontend.images import image_refs, images_of, in_order
 from deepinfer.frontend.outputs import RequestOutput
 from deepinfer.frontend.text_stream import TextStream
 from deepinfer.frontend.tokenizer import Tokenizer
@@ -35,6 +37,7 @@ from deepinfer.wire.messages import (
     End,
     EngineDown,
     EngineInfo,
+    ImageRef,
     OutputBatch,
     Refused,
     RowExtra,
@@ -53,7 +56,9 @@ class PreparedPrompt(NamedTuple):
 
     text: str | None
     token_ids: list[int]
+    """With one placeholder for each image."""
     params: SamplingParams
+    images: list[ImageRef] = []
 
 
 class Request:
@@ -85,6 +90,7 @@ class _Sample:
         "name",
         "num_preemptions",
         "prompt_logprobs",
+        "prompt_tokens",
         "request",
         "stream",
         "submitted_at",
@@ -104,6 +110,7 @@ class _Sample:
         self.aborted_by: str | None = None
         self.cached_tokens = 0
         self.num_preemptions = 0
+        self.prompt_tokens = len(request.prompt.token_ids)
         wants = request.prompt.params.prompt_logprobs is not None
         self.prompt_logprobs: list[dict[int, float] | None] | None = (
             [None] * len(request.prompt.token_ids) if wants else None
@@ -137,7 +144,12 @@ class Session:
 
     # ---- in ---------------------------------------------------------------------------------
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None) -> PreparedPrompt:
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        multi_modal_data: dict[str, Any] | None = None,
+    ) -> PreparedPrompt:
         """Check and tokenise a prompt; raise ``ValueError`` naming what is wrong.
 
         Changes nothing here, so long prompts may be prepared in another thread.
@@ -156,7 +168,10 @@ class Session:
             raise ValueError("prompt must not be empty: it has no tokens")
         if len(token_ids) > limit:
             raise PromptTooLongError(f"prompt has {len(token_ids)} tokens, the limit is {limit}")
-        return PreparedPrompt(text, token_ids, params)
+        images = self._images(prompt, token_ids, multi_modal_data)
+        if images and params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot be had for a prompt with images")
+        return PreparedPrompt(text, token_ids, params, images)
 
     def add(
         self,
@@ -211,6 +226,7 @@ class Session:
                 timeout_ms=None if timeout_s is None else timeout_s * 1000,
                 salt=cache_salt,
                 weight=float(weight),
+                images=prompt.images,
             )
             self.outbox.append(sample.add)
         return request
@@ -278,6 +294,7 @@ class Session:
             if (sample := self._samples.get(note.key)) is not None:
                 sample.cached_tokens = note.cached_tokens
                 sample.num_preemptions = note.num_preemptions
+                sample.prompt_tokens = note.prompt_tokens
         extras = {extra.key: extra for extra in batch.extras}
         for extra in batch.extras:
             if extra.prompt_logprobs and (sample := self._samples.get(extra.key)) is not None:
@@ -331,6 +348,7 @@ class Session:
                 self._take_end(sample, output, ends_here)
 
     def _end_without_token(self, sample: _Sample, end: End) -> RequestOutput:
+        sample.prompt_tokens = end.prompt_tokens
         output = self._output(sample, end.last_token_id)
         self._take_end(sample, output, end)
         return output
@@ -339,7 +357,7 @@ class Session:
         prompt_logprobs, sample.prompt_logprobs = sample.prompt_logprobs, None
         return RequestOutput(
             request_id=sample.request.request_id,
-            prompt_len=len(sample.request.prompt.token_ids),
+            prompt_len=sample.prompt_tokens,
             token_id=token_id,
             index=sample.index,
             num_output_tokens=len(sample.token_ids),
@@ -396,7 +414,8 @@ class Session:
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            return prompt, self._need_tokenizer().encode(self._within_reach(prompt))
+            self._check_reach(len(prompt))
+            return prompt, self._need_tokenizer().encode(prompt)
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
         if not isinstance(prompt, list | tuple):
@@ -406,8 +425,8 @@ class Session:
             )
         if prompt and isinstance(prompt[0], dict):
             tokenizer = self._need_tokenizer()
-            self._within_reach("".join(str(m.get("content")) for m in prompt if hasattr(m, "get")))
-            return None, tokenizer.render_chat(list(prompt))
+            self._check_reach(text_length(prompt))
+            return None, tokenizer.render_chat(list(prompt), images=self.info.images is not None)
         if len(prompt) > self.info.max_model_len:
             raise PromptTooLongError(
                 f"prompt has {len(prompt)} tokens, the limit is {self.info.max_model_len}"
@@ -420,15 +439,39 @@ class Session:
                 )
         return None, list(prompt)
 
-    def _within_reach(self, text: str) -> str:
+    def _check_reach(self, chars: int) -> None:
         """Refuse at once a text that is too long however well it tokenises."""
         longest = self._need_tokenizer().max_token_chars
-        if len(text) > self.info.max_model_len * longest:
+        if chars > self.info.max_model_len * longest:
             raise PromptTooLongError(
-                f"prompt has {len(text)} characters, more than the limit of "
+                f"prompt has {chars} characters, more than the limit of "
                 f"{self.info.max_model_len} tokens can hold"
             )
-        return text
+
+    def _images(
+        self, prompt: Prompt, token_ids: list[int], multi_modal_data: dict[str, Any] | None
+    ) -> list[ImageRef]:
+        """Return the images of a prompt, each at the place of its placeholder."""
+        images = images_of(multi_modal_data)
+        limits = self.info.images
+        if limits is None:
+            if images:
+                raise ValueError("multi_modal_data: this engine takes no images")
+            return []
+        if not isinstance(prompt, str) and isinstance(prompt[0], dict):
+            images = in_order(inline_images(list(prompt)), images)
+        token, places = limits.placeholder, token_ids.count(limits.placeholder)
+        if places != len(images):
+            spelled = self.tokenizer.piece(token) if self.tokenizer is not None else None
+            raise ValueError(
+                f"prompt must hold {spelled or 'the token'} (id {token}) once for each image: "
+                f"{places} of it, {len(images)} images"
+            )
+        place = -1
+        refs = image_refs(images, limits)
+        for ref in refs:
+            ref.position = place = token_ids.index(token, place + 1)
+        return refs
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

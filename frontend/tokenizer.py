@@ -117,19 +117,28 @@ class Tokenizer:
         return self.backend.id_to_token(token_id)
 
     def render_chat(
-        self, messages: object, add_generation_prompt: bool = True, **extra: Any
+        self,
+        messages: object,
+        add_generation_prompt: bool = True,
+        *,
+        images: bool = False,
+        **extra: Any,
     ) -> list[int]:
         """Return the prompt ids of a conversation.
 
-        ``messages`` as in ``chat_messages.check_messages``; ``extra`` are further names for the
+        ``messages`` as in ``chat_messages.check_messages``, with ``images`` where the model takes
+        some: the template writes its placeholder for each. ``extra`` are further names for the
         template (``tools``, ``enable_thinking`` …), plain JSON data. No BOS is added but the
         template's own. ``PromptError`` (a ``ValueError``) says in one line what is wrong with the
         conversation or the template.
         """
-        checked = check_messages(messages)
+        # What it is given is looked at first, whatever the template is.
+        checked = check_messages(messages, images=images)
         for name, value in extra.items():
             check_plain(name, value)
         template = self._template(bool(extra.get("tools")))
+        if template.wants_parts:
+            checked = check_messages(messages, images=images, as_parts=True)
         text = template.render(
             self._guard.guarded(checked),
             add_generation_prompt=bool(add_generation_prompt),

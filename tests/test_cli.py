@@ -79,6 +79,8 @@ OTHER_VALUES: dict[str, Any] = {
     "heartbeat_timeout_s": 2.5,
     "start_timeout_s": 3.5,
     "worker_module": "some.module",
+    "image_worker_module": "some.module",
+    "image_arena_bytes": 1 << 20,
 }
 FIELDS = msgspec.structs.fields(EngineArgs)
 
@@ -143,7 +145,7 @@ def test_each_option_is_described_by_its_field_with_its_variable(
     text = " ".join(out.split())
     assert "Requests that may wait; more are refused" in text
     for field in FIELDS:
-        shown = field.name != "worker_module"
+        shown = field.name not in ("worker_module", "image_worker_module")
         assert (f"--{field.name.replace('_', '-')} " in text) is shown
         assert bool(re.search(rf"\bDEEPINFER_{field.name.upper()}\b", text)) is shown
 

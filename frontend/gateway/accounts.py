@@ -34,6 +34,8 @@ class Record:
     """The engine's ids of its prompts."""
     model: str
     usage: Usage
+    prompt_tokens: list[int]
+    """Of each prompt."""
     began: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
     queued_s: float | None = None
@@ -68,11 +70,18 @@ class Accounts:
         self._exports: set[asyncio.Task[None]] = set()
 
     def note(self, record: Record, prompt: int, output: RequestOutput) -> int:
-        """Take in an output of a prompt; return how many tokens it brought: one or none."""
+        """Take in an output of a prompt; return how many tokens are to be paid for by it.
+
+        That is one or none, and what the prompt turned out to have beyond what was known.
+        """
         now = time.monotonic()
         choice = prompt, output.index
         count, last = record._last_tokens.get(choice, (0, now))
         new = output.num_output_tokens - count
+        # The engine puts the tokens of an image in the place of its placeholder.
+        grown = max(0, output.prompt_len - record.prompt_tokens[prompt])
+        record.prompt_tokens[prompt] += grown
+        record.usage.prompt_tokens += grown
         if new:
             record._last_tokens[choice] = output.num_output_tokens, now
             if count:
@@ -83,7 +92,7 @@ class Accounts:
         if output.finished:
             record.finish_reasons.append(output.finish_reason)
             record.finish_details.append(output.finish_detail)
-        return new
+        return new + grown
 
     def close(self, record: Record, status: int, code: str, headers: Mapping[str, str]) -> None:
         """The call is over. ``code`` names the error, if it was one. The first time counts."""

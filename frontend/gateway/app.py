@@ -216,7 +216,15 @@ class Gateway:
             for number in range(len(prompts))
         ]
         endpoint, model = call.path, answers.model
-        record = Record(tenant.name, endpoint, answers.request_id, engine_ids, model, answers.usage)
+        record = Record(
+            tenant.name,
+            endpoint,
+            answers.request_id,
+            engine_ids,
+            model,
+            answers.usage,
+            [len(prompt.token_ids) for prompt in prompts],
+        )
         status, code = CLIENT_LEFT, ""
 
         def served() -> None:
@@ -334,7 +342,8 @@ class Gateway:
         assert tokenizer is not None
         if ask.prompt is not None:
             return tokenizer.encode(ask.prompt, ask.add_special_tokens)
-        return tokenizer.render_chat(ask.messages, ask.add_generation_prompt)
+        images = self._engine.info.images is not None
+        return tokenizer.render_chat(ask.messages, ask.add_generation_prompt, images=images)
 
     def _text(self, prompt: PreparedPrompt) -> str:
         """The text of a prompt, its special tokens too where it was given as ids."""

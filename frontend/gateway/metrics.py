@@ -145,6 +145,34 @@ ENGINE = {
     "blocks_cached": _engine(
         "kv_blocks_cached", "gauge", "KV blocks without an owner that the prefix cache can find."
     ),
+    "images_waiting": _engine("images_waiting", "gauge", "Images that wait for an image worker."),
+    "images_encoding": _engine("images_encoding", "gauge", "Images that an image worker has."),
+    "image_arena_bytes": _engine("image_arena_bytes", "gauge", "Memory for images there is."),
+    "image_arena_used_bytes": _engine(
+        "image_arena_used_bytes", "gauge", "Memory that images take, cached ones too."
+    ),
+    "image_arena_cached_bytes": _engine(
+        "image_arena_cached_bytes", "gauge", "Memory of images that no request uses now."
+    ),
+    "image_file_bytes": _engine(
+        "image_file_bytes", "gauge", "Bytes of the files of open requests' images."
+    ),
+    "images_encoded": _engine("images_encoded_total", "counter", "Images encoded."),
+    "images_failed": _engine("images_failed_total", "counter", "Images that could not be had."),
+    "image_cache_hits": _engine(
+        "image_cache_hits_total", "counter", "Images that were known when they were asked for."
+    ),
+    "image_retries": _engine(
+        "image_retries_total", "counter", "Images tried again because their worker died."
+    ),
+    "images_taken_back": _engine(
+        "images_taken_back_total",
+        "counter",
+        "Images that made room for those of a request before theirs, to be encoded again.",
+    ),
+    "image_worker_restarts": _engine(
+        "image_worker_restarts_total", "counter", "Image workers replaced."
+    ),
     "clients": _engine("clients", "gauge", "Clients connected to the engine."),
     "tenants": _engine(
         "tenants", "gauge", "Tenants (`user_id`s) whose share of the tokens is remembered."

@@ -276,7 +276,9 @@ def _failure(output: RequestOutput) -> ApiError:
         message += f": {output.error}"
     if reason == "prompt_length_exceeded":
         return ApiError(400, message, code="context_length_exceeded", param="prompt")
-    if reason in ("image_failed", "structured_output_failed"):
+    if reason == "image_failed":
+        return ApiError(400, output.error or message, code=reason, param="messages")
+    if reason == "structured_output_failed":
         return ApiError(400, message, code=reason)
     if detail.startswith("deadline"):
         return ApiError(504, message, kind="timeout_error", code="deadline")

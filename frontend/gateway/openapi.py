@@ -84,6 +84,25 @@ _PROMPT = {
         },
     ]
 }
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_IMAGE_PART = {
+    "type": "object",
+    "description": "For a model that takes images. A data: URL, or an http(s): URL where the "
+    "engine fetches them (image_urls).",
+    "required": ["type", "image_url"],
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "required": ["url"],
+            "properties": {"url": {"type": "string"}, "detail": {"type": "string"}},
+        },
+    },
+}
 _MESSAGES = {
     "type": "array",
     "minItems": 1,
@@ -97,11 +116,7 @@ _MESSAGES = {
                     {"type": "string"},
                     {
                         "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        },
+                        "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]},
                     },
                     {"type": "null"},
                 ]
