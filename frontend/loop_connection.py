@@ -82,7 +82,7 @@ class LoopConnection(Connection):
     @property
     def behind(self) -> bool:
         """Whether messages that were read wait to be handed over."""
-        return bool(self._waiting)
+        return bool(self._waiting) and not self._closed
 
     def wait(self, timeout_s: float) -> bool:
         """Block until ``drain`` has something to hand over, at most ``timeout_s`` seconds."""
@@ -90,8 +90,9 @@ class LoopConnection(Connection):
 
     def drain(self) -> None:
         """Hand over what has arrived; the rest, when it is much, with the loop's next turn."""
-        self._drain_comes = False
+        self._drain_comes = True  # what is read now is handed over below
         self.read()
+        self._drain_comes = False
         end = time.monotonic() + _HAND_OVER_S
         while self._waiting and not self._closed:
             message, size = self._waiting.popleft()
@@ -99,11 +100,11 @@ class LoopConnection(Connection):
             self._on_message(message)
             if time.monotonic() > end:
                 break
-        if self._waiting:
+        if self.behind:
             self._drain_soon()
 
     def read(self) -> None:
-        """Read what has arrived, without handing it over, but for answers."""
+        """Read what has arrived; but for answers, it is handed over with the loop's next turn."""
         while not self._closed and self._waiting_bytes < _READ_AHEAD_BYTES:
             message = self.receive()
             if message is None:
@@ -113,6 +114,7 @@ class LoopConnection(Connection):
             else:
                 self._waiting.append((message, self.frame_bytes))
                 self._waiting_bytes += self.frame_bytes
+                self._drain_soon()
 
     def _on_readable(self) -> None:
         if self._drain_comes:  # this turn hands over no more

@@ -206,7 +206,7 @@ async def test_a_key_that_comes_or_goes_counts_without_a_restart(folder, keys) -
         new = keys.client("new")
         async with asyncio.timeout(PATIENCE_S):
             while True:  # until the engine has looked at its folder
-                client = Client(engine.args.endpoint, silence_limit_s=1000, **new)
+                client = Client(engine.args.endpoint, silence_limit_s=5, **new)
                 try:
                     await client.start()
                     break

@@ -55,6 +55,33 @@ async def test_an_answer_does_not_wait_behind_outputs(connection: Scripted) -> N
     assert not connection.behind
 
 
+async def test_what_somebody_read_is_handed_over_without_another_event(
+    connection: Scripted,
+) -> None:
+    outputs = [OutputBatch(step=step) for step in range(3)]
+    connection.arriving = list(outputs)
+    connection.read()
+    assert connection.behind and not connection.taken
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert connection.taken == outputs and not connection.behind
+
+
+async def test_a_closed_connection_hands_nothing_over_and_rests(
+    connection: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection.arriving = [OutputBatch(step=step) for step in range(3)]
+    connection.drain()
+    connection.close()
+    assert not connection.behind
+    await asyncio.sleep(0)
+    calls: list[object] = []
+    monkeypatch.setattr(connection._loop, "call_soon", calls.append)
+    connection.drain()
+    monkeypatch.undo()
+    assert not calls and len(connection.taken) == 1
+
+
 async def test_what_is_read_ahead_is_bounded(
     connection: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
