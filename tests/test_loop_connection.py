@@ -59,6 +59,7 @@ async def test_what_somebody_read_is_handed_over_without_another_event(
     connection: Scripted,
 ) -> None:
     outputs = [OutputBatch(step=step) for step in range(3)]
+    connection._loop.remove_reader(connection._descriptor)
     connection.arriving = list(outputs)
     connection.read()
     assert connection.behind and not connection.taken
