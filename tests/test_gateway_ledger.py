@@ -163,7 +163,7 @@ async def test_who_has_the_whole_answer_finds_it_in_the_ledger(
 
     async with AsyncEngine(ScriptedFolder(tmp_path / "model").args()) as engine:
         gateway = Gateway(engine, ["m"], Tenants.anonymous(), ledger=Ledger(path))
-        await gateway.app(request, incoming.get, send)
+        await gateway(request, incoming.get, send)
         await gateway.accounts.finish()
     assert entries == [1]
 

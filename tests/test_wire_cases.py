@@ -250,6 +250,6 @@ async def test_large_frames_and_many_requests_hold_nobody_up(peer, folder) -> No
     assert await neighbour == folder.reference([4, 5], 200)
     assert (await peer.engine.health())["ok"]
     # One above the limit of a frame is dropped and counted, like all that is no message.
-    await peer.send([7] * 4_500_000)
+    await peer.send([7] * 9_000_000)
     assert (await peer.ask([5], max_tokens=1)).end is not None
     assert (await peer.engine.stats())["junk_frames"] == 1
