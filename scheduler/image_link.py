@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from deepinfer.scheduler.worker_link import FIRST_WORD_S, WorkerState
+from deepinfer.scheduler.worker_link import FIRST_WORD_S, WATCH_S, WorkerState
 from deepinfer.wire.actor import Actor
 from deepinfer.wire.children import Child
 from deepinfer.wire.codec import BadFrame, Codec
@@ -20,6 +20,7 @@ from deepinfer.wire.image_jobs import (
     ImageWorkerHello,
     ImageWorkerReady,
 )
+from deepinfer.wire.silence import Silence
 from deepinfer.wire.sockets import PeerFull, PeerGone, bind_router, send_to
 
 DEATHS_ALLOWED = 8
@@ -45,7 +46,8 @@ class _Worker:
     child: Child | None
     identity: bytes
     started: float
-    heard: float
+    silence: Silence = field(default_factory=lambda: Silence(WATCH_S))
+    said_hello: bool = False
     state: WorkerState = WorkerState.STARTING
     due: float | None = None
 
@@ -92,11 +94,6 @@ class ImageLink:
         self._workers = [self._start() for _ in range(args.num_image_workers)]
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers that run now."""
-        return [worker.child.pid for worker in self._workers if worker.child is not None]
-
-    @property
     def state(self) -> str:
         """``ready`` when at least one worker is, else ``starting`` or ``down``."""
         states = [worker.state for worker in self._workers]
@@ -113,18 +110,17 @@ class ImageLink:
             self._bury(number, "does not take its job")
 
     def watch(self) -> None:
-        """Find out who died, went silent or hangs. Called about every 100 ms."""
+        """Find out who died, went silent or hangs. Called every ``WATCH_S``."""
         for number, worker in enumerate(self._workers):
             if self.down:
                 return
             now = time.monotonic()
-            silent_s = now - worker.heard
             if worker.child is None:
                 if now > worker.started:
                     self._workers[number] = self._start()
             elif worker.child.poll() is not None:
                 self._bury(number, worker.child.describe_exit())
-            elif silent_s > self._silence_limit(worker):
+            elif (silent_s := worker.silence.seconds()) > self._silence_limit(worker):
                 self._bury(number, f"was silent for {silent_s:.1f} s")
             elif worker.due is not None and now > worker.due:
                 self._bury(number, f"took longer than {self._args.image_timeout_s:g} s")
@@ -169,13 +165,12 @@ class ImageLink:
             arena_fd=self._arena_fd,
         )
         child = Child(self._args.image_worker_module, config, pass_fds=(self._arena_fd,))
-        now = time.monotonic()
-        return _Worker(child, identity, now, now)
+        return _Worker(child, identity, time.monotonic())
 
     def _silence_limit(self, worker: _Worker) -> float:
         # Before its hello it still starts the interpreter and cannot send anything.
         limit = self._args.heartbeat_timeout_s
-        return limit if worker.heard > worker.started else max(limit, FIRST_WORD_S)
+        return limit if worker.said_hello else max(limit, FIRST_WORD_S)
 
     def _receive(self, frames: list[bytes]) -> None:
         identity = frames[0].removesuffix(b"-beat")
@@ -189,7 +184,8 @@ class ImageLink:
         except BadFrame:
             self.junk_frames += 1
             return
-        worker.heard = time.monotonic()
+        worker.said_hello = True
+        worker.silence.heard()
         match message:
             case ImageDone():
                 worker.due = None
@@ -223,7 +219,7 @@ class ImageLink:
             self._workers[number] = self._start()
         else:
             later = time.monotonic() + PAUSE_S
-            self._workers[number] = _Worker(None, b"", later, later)
+            self._workers[number] = _Worker(None, b"", later)
             self._on_down(cause)
         if was_ready:
             self._on_gone(number, cause)

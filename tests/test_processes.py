@@ -167,7 +167,12 @@ STOPPED_APP = """
 import asyncio, psutil, sys
 from deepinfer import AsyncEngine, EngineArgs, LLMEngine, SamplingParams
 kind, model = sys.argv[1:]
-args = EngineArgs(model=model, worker_module="support.scripted_worker", heartbeat_timeout_s=2)
+args = EngineArgs(
+    model=model,
+    worker_module="support.scripted_worker",
+    image_worker_module="support.scripted_image_worker",
+    heartbeat_timeout_s=2,
+)
 params = SamplingParams(temperature=0, max_tokens=20)
 def end():
     print(*(process.pid for process in psutil.Process().children(recursive=True)))
@@ -189,8 +194,9 @@ else:
 
 
 @pytest.mark.parametrize("kind", ["AsyncEngine", "LLMEngine"])
-async def test_an_app_and_its_engine_may_be_stopped_together_and_go_on(folder, kind) -> None:
+async def test_an_app_and_its_engine_may_be_stopped_together_and_go_on(tmp_path, kind) -> None:
     """Ctrl-Z and then fg: all of them were silent, and none is taken for dead."""
+    folder = ScriptedFolder(tmp_path / "model", images=True, step_ms=1)
     app = subprocess.Popen(
         [sys.executable, "-c", STOPPED_APP, kind, str(folder.path)],
         stdout=subprocess.PIPE,
