@@ -200,10 +200,7 @@ class Encoder:
         self, config: dict[str, Any], checkpoint: Checkpoint, tile_edge: int, team: Team
     ) -> None:
         whole = Fields(config, {"scale_factor": 2}, "config.json")
-        raw = whole.get("vision_config")
-        fields = Fields(
-            raw if isinstance(raw, dict) else {}, _VISION_DEFAULTS, "config.json: vision_config"
-        )
+        fields = whole.nested("vision_config", _VISION_DEFAULTS)
         if fields.get("hidden_act") != "gelu_pytorch_tanh" or fields.get("num_channels") != 3:
             raise fields.error("hidden_act must be gelu_pytorch_tanh and num_channels 3")
         self._team = team
@@ -219,13 +216,8 @@ class Encoder:
                 f"{self._num_heads} heads do not divide {size}, or a tile of {tile_edge} pixels is "
                 f"not a whole number of {scale} patches of {patch}"
             )
-        text = whole.get("text_config")
-        text_fields = Fields(
-            text if isinstance(text, dict) else {},
-            {"hidden_size": 4096},
-            "config.json: text_config",
-        )
-        self.hidden_size = hidden = text_fields.integer("hidden_size", 1, _MAX_SIZE)
+        text = whole.nested("text_config", {"hidden_size": 4096})
+        self.hidden_size = hidden = text.integer("hidden_size", 1, _MAX_SIZE)
         self.rows_of_tile = (self._edge // scale) ** 2
 
         def weight(name: str, *shape: int) -> Array:

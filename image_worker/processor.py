@@ -45,9 +45,7 @@ def read_processor(folder: Path, defaults: dict[str, Any]) -> Fields:
 
 def edge(fields: Fields, name: str, key: str) -> int:
     """A length in pixels out of an object such as ``{"longest_edge": 512}``."""
-    value = fields.get(name)
-    source = f"{fields.source}: {name}"
-    return Fields(value if isinstance(value, dict) else {}, {}, source).integer(key, 1, 1 << 31)
+    return fields.nested(name, {}).integer(key, 1, 1 << 31)
 
 
 @dataclass(frozen=True, slots=True)

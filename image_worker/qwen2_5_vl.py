@@ -150,9 +150,8 @@ class Encoder:
     """The vision tower; patches come with those of one group together."""
 
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint, team: Team) -> None:
-        raw = config.get("vision_config")
-        source = "config.json: vision_config"
-        fields = Fields(raw if isinstance(raw, dict) else {}, _VISION_DEFAULTS, source)
+        whole = Fields(config, {"vision_config": None}, "config.json")
+        fields = whole.nested("vision_config", _VISION_DEFAULTS)
         if fields.get("hidden_act") != "silu" or fields.get("in_channels") != 3:
             raise fields.error("hidden_act must be silu and in_channels 3")
         self._team = team
@@ -169,12 +168,7 @@ class Encoder:
                 f"hidden_size {size} must be a multiple of 4 for each of num_heads, and a window "
                 "hold a group of patches"
             )
-        rope = fields.get("rope_parameters")
-        rope = Fields(
-            rope if isinstance(rope, dict) else {},
-            {"rope_theta": 10000.0},
-            f"{source}: rope_parameters",
-        )
+        rope = fields.nested("rope_parameters", {"rope_theta": 10000.0})
         half = size // self._num_heads // 2
         exponents = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
         base = np.float32(rope.number("rope_theta", 0.0, 1e12, low_open=True))

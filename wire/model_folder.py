@@ -53,6 +53,12 @@ class Fields:
             raise self.error(f"{name} is missing")
         return value
 
+    def nested(self, name: str, defaults: dict[str, Any]) -> Fields:
+        """The fields of an object within; where it is something else, they are the defaults."""
+        value = self.get(name)
+        raw = value if isinstance(value, dict) else {}
+        return Fields(raw, defaults, f"{self.source}: {name}")
+
     def integer(self, name: str, low: int, high: int) -> int:
         """A whole number in the range."""
         value = self.get(name)
