@@ -1,4 +1,4 @@
-"""The device worker's shell: it loads a model, executes plans in order, and beats."""
+"""The device worker's process: it loads a model and executes plans in order."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import zmq
-
-from deepinfer.wire.actor import Actor
 from deepinfer.wire.arena import Arena
 from deepinfer.wire.children import exit_with_parent, read_config
-from deepinfer.wire.codec import MAX_STEP_BYTES, BadFrame, Codec
+from deepinfer.wire.codec import MAX_STEP_BYTES
 from deepinfer.wire.config import EngineArgs, WorkerConfig, cpu_set
 from deepinfer.wire.recorder import Recorder
-from deepinfer.wire.sockets import connect_dealer
 from deepinfer.wire.steps import (
     StepPlan,
     ToWorker,
@@ -32,10 +28,10 @@ from deepinfer.wire.steps import (
     WorkerHello,
     WorkerReady,
 )
+from deepinfer.wire.worker_shell import WorkerShell
 
 log = logging.getLogger("deepinfer.gpu_worker")
 
-_HEARTBEAT_S = 1.0
 _COMPILE_NOTICE_S = 3.0
 _MAX_CACHE_BYTES = 4 << 30
 _MEMORY_SHARE = 0.25
@@ -145,44 +141,19 @@ def _blocks_in_memory(args: EngineArgs, model: Any) -> int:
     return int(max(1, min(budget // block_bytes, useful)))
 
 
-class WorkerProcess:
-    """Executes the scheduler's plans with a ``Runner``."""
+class WorkerProcess(WorkerShell):
+    """Executes the scheduler's plans, in order, with a ``Runner``."""
+
+    WORK, ACCEPTS = StepPlan, ToWorker
+    HELLO, HEARTBEAT, FAILED = WorkerHello, WorkerHeartbeat, WorkerFailed
+    MAX_BYTES = MAX_STEP_BYTES
 
     def __init__(
         self, config: WorkerConfig, load_model: LoadModel, recorder: Recorder | None = None
     ) -> None:
-        self._config = config
+        super().__init__(config)
         self._recorder = recorder
         self._load_model = load_model
-        self._codec = Codec(ToWorker, max_in=MAX_STEP_BYTES, max_out=MAX_STEP_BYTES)
-        self._runner: Any = None
-        self._actor = Actor()
-        self._socket = connect_dealer(
-            self._actor.context, config.endpoint, config.identity, MAX_STEP_BYTES
-        )
-        self._actor.add_socket(self._socket, self._receive)
-        self._step = 0
-        self._busy_since: float | None = None
-
-    def run(self) -> None:
-        """Load, then execute plans until told to stop. The process ends with the scheduler."""
-        self._send(WorkerHello())
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        try:
-            ready = self._load()
-        except (ValueError, OSError, MemoryError, ImportError, RuntimeError) as error:
-            self._fail(error)
-            return
-        except (EOFError, pickle.UnpicklingError) as error:
-            from deepinfer.gpu_worker.kernels.settings import discard_compiled
-
-            log.warning("the compiled kernels on disk are damaged (%s); removing them", error)
-            discard_compiled()
-            # The worker that takes this one's place compiles them anew.
-            raise SystemExit(os.EX_TEMPFAIL) from error
-        self._send(ready)
-        self._actor.run()
-        self._actor.close()
 
     def _load(self) -> WorkerReady:
         # Numba's modules and the compiled kernels are objects that stay: looking through them again
@@ -190,6 +161,13 @@ class WorkerProcess:
         gc.disable()
         try:
             return self._load_untracked()
+        except (EOFError, pickle.UnpicklingError) as error:
+            from deepinfer.gpu_worker.kernels.settings import discard_compiled
+
+            log.warning("the compiled kernels on disk are damaged (%s); removing them", error)
+            discard_compiled()
+            # The worker that takes this one's place compiles them anew.
+            raise SystemExit(os.EX_TEMPFAIL) from error
         finally:
             gc.freeze()
             gc.enable()
@@ -231,53 +209,15 @@ class WorkerProcess:
             phases=phases,
         )
 
-    def _receive(self, frames: list[bytes]) -> None:
-        try:
-            message = self._codec.decode(frames[-1])
-        except BadFrame as error:
-            # Plans build on each other: after a lost one nothing that follows can be right.
-            self._fail(error)
-            return
-        if not isinstance(message, StepPlan):
-            self._actor.stop()
-            return
-        self._step = message.step
-        self._busy_since = time.monotonic()
+    def _work(self, message: StepPlan) -> None:
+        self._begin(message.step)
         try:
             result = self._runner.execute(message)
         except Exception as error:
             log.exception("step %d failed", message.step)
             self._fail(error)
             return
-        self._busy_since = None
-        self._send(result)
-
-    def _fail(self, error: Exception) -> None:
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        self._send(WorkerFailed(text[:2000]))
-        self._actor.stop()
-        self._actor.close()
-
-    def _send(self, message: Any) -> None:
-        self._socket.send(self._codec.encode(message))
-
-    def _beat(self) -> None:
-        """Beat from a thread and a socket of its own, so that a long step is no silence."""
-        socket = connect_dealer(
-            self._actor.context, self._config.endpoint, self._config.identity + b"-beat"
-        )
-        codec = Codec(ToWorker)
-        while True:
-            since = self._busy_since
-            busy_s = 0.0 if since is None else time.monotonic() - since
-            try:
-                socket.send(codec.encode(WorkerHeartbeat(self._step, busy_s)), zmq.NOBLOCK)
-            except zmq.Again:
-                pass  # the scheduler does not read; its own watchers deal with that
-            except zmq.ZMQError:
-                socket.close()
-                return  # the context is closing
-            time.sleep(_HEARTBEAT_S)
+        self._end(result)
 
 
 class _PhaseClock:

@@ -1,4 +1,4 @@
-"""The image worker's shell: it loads an encoder, does one job after the other, and beats."""
+"""The image worker's process: it loads an encoder and does one job after the other."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ import logging
 import os
 import re
 import resource
-import threading
 import time
 from pathlib import Path
-from typing import Any
-
-import zmq
 
 from deepinfer.image_worker.fetch import Fetcher
 from deepinfer.image_worker.layers import Team
 from deepinfer.image_worker.model import load
 from deepinfer.image_worker.reader import ImageReader
-from deepinfer.wire.actor import Actor
 from deepinfer.wire.arena import Arena
 from deepinfer.wire.children import exit_with_parent
-from deepinfer.wire.codec import BadFrame, Codec
 from deepinfer.wire.config import WorkerConfig
 from deepinfer.wire.image_jobs import (
     ImageJob,
@@ -31,11 +25,10 @@ from deepinfer.wire.image_jobs import (
     ImageWorkerReady,
     ToImageWorker,
 )
-from deepinfer.wire.sockets import connect_dealer
+from deepinfer.wire.worker_shell import WorkerShell
 
 log = logging.getLogger("deepinfer.image_worker")
 
-_HEARTBEAT_S = 1.0
 # Text goes first where both want a core, and images get all cores that text leaves.
 _NICENESS = 10
 _EXPENDABLE = "500"
@@ -43,31 +36,11 @@ _SLACK_BYTES = 256 << 20
 _SLACK_BYTES_PER_THREAD = 64 << 20
 
 
-class ImageWorkerProcess:
+class ImageWorkerProcess(WorkerShell):
     """Does the scheduler's jobs with an ``ImageReader``."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
-        self._codec = Codec(ToImageWorker)
-        self._reader: ImageReader | None = None
-        self._actor = Actor()
-        self._socket = connect_dealer(self._actor.context, config.endpoint, config.identity)
-        self._actor.add_socket(self._socket, self._receive)
-        self._job = 0
-        self._busy_since: float | None = None
-
-    def run(self) -> None:
-        """Load, then do jobs until told to stop. The process ends with the scheduler."""
-        self._send(ImageWorkerHello())
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        try:
-            ready = self._load()
-        except (ValueError, OSError, MemoryError, RuntimeError) as error:
-            self._fail(error)
-            return
-        self._send(ready)
-        self._actor.run()
-        self._actor.close()
+    WORK, ACCEPTS = ImageJob, ToImageWorker
+    HELLO, HEARTBEAT, FAILED = ImageWorkerHello, ImageWorkerHeartbeat, ImageWorkerFailed
 
     def _load(self) -> ImageWorkerReady:
         start = time.monotonic()
@@ -87,48 +60,9 @@ class ImageWorkerProcess:
             phases={"load": time.monotonic() - start},
         )
 
-    def _receive(self, frames: list[bytes]) -> None:
-        try:
-            message = self._codec.decode(frames[-1])
-        except BadFrame as error:
-            # A job that was in it would be waited for.
-            self._fail(error)
-            return
-        if not isinstance(message, ImageJob) or self._reader is None:
-            self._actor.stop()
-            return
-        self._job = message.job
-        self._busy_since = time.monotonic()
-        done = self._reader.read(message)
-        self._busy_since = None
-        self._send(done)
-
-    def _fail(self, error: Exception) -> None:
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        self._send(ImageWorkerFailed(text[:2000]))
-        self._actor.stop()
-        self._actor.close()
-
-    def _send(self, message: Any) -> None:
-        self._socket.send(self._codec.encode(message))
-
-    def _beat(self) -> None:
-        """Beat from a thread and a socket of its own, so that a long job is no silence."""
-        socket = connect_dealer(
-            self._actor.context, self._config.endpoint, self._config.identity + b"-beat"
-        )
-        codec = Codec(ToImageWorker)
-        while True:
-            since = self._busy_since
-            busy_s = 0.0 if since is None else time.monotonic() - since
-            try:
-                socket.send(codec.encode(ImageWorkerHeartbeat(self._job, busy_s)), zmq.NOBLOCK)
-            except zmq.Again:
-                pass  # the scheduler does not read; its own watchers deal with that
-            except zmq.ZMQError:
-                socket.close()
-                return  # the context is closing
-            time.sleep(_HEARTBEAT_S)
+    def _work(self, message: ImageJob) -> None:
+        self._begin(message.job)
+        self._end(self._reader.read(message))
 
 
 def limit_growth(num_bytes: int) -> None:
