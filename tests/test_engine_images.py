@@ -162,7 +162,7 @@ async def test_an_aborted_request_leaves_no_image_behind(tmp_path) -> None:
         asked = asyncio.ensure_future(ask(engine, folder, [picture(1), picture(2)]))
         async with asyncio.timeout(30):
             while not (await engine.stats())["images_encoding"]:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
         asked.cancel()
         hold(folder, [picture(3)], await ask(engine, folder, [picture(3)]))
         stats = await engine.stats()
