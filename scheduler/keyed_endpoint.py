@@ -125,9 +125,8 @@ class KeyedEndpoint:
         self._zap.send_multipart((b"1.0", request, *answer, b""), zmq.NOBLOCK)
 
     def _refresh(self) -> None:
-        began = time.monotonic()
+        began = time.thread_time()
         changed = self._allowed.refresh()
-        now = time.monotonic()
-        self._look_again = now + _LOOK_SHARE * (now - began)
+        self._look_again = time.monotonic() + _LOOK_SHARE * (time.thread_time() - began)
         if changed:
             self._on_revoked()

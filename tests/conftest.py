@@ -28,6 +28,11 @@ settings.register_profile("explore", _ON_ANY_MACHINE)
 settings.load_profile("fixed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow ones first: at the end one of them would run long after the other worker is done."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_process_left() -> Iterator[None]:
     """A file whose tests leave a process fails itself, not the file whose tests count them."""

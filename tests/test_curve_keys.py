@@ -20,9 +20,7 @@ from support.curve import KeyFolder
 def keys(tmp_path: Path) -> KeyFolder:
     old = os.umask(0)  # whatever it is, nobody else may read a secret
     try:
-        keys = KeyFolder(tmp_path / "deep" / "keys")
-        keys.client("one")
-        return keys
+        return KeyFolder(tmp_path / "deep" / "keys", names=("one",))
     finally:
         os.umask(old)
 

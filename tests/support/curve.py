@@ -34,11 +34,19 @@ def free_endpoint() -> str:
 
 
 class KeyFolder:
-    """A folder of keys. ``keys.client("a")`` are the keyword arguments of a ``Client`` let in."""
+    """A folder of keys. ``keys.client("a")`` are the keyword arguments of a ``Client`` let in.
 
-    def __init__(self, path: Path) -> None:
+    Those that tests use are there before the engine is: it looks for a new one at once, unless it
+    looked a moment before.
+    """
+
+    NAMES = ("a", "anna", "b", "ben", "heir", "hostile", "one", "stays", "three", "two", "victim")
+
+    def __init__(self, path: Path, names: tuple[str, ...] = NAMES) -> None:
         self.path = path
         make_server_keys(path)
+        for name in names:
+            self.client(name)
 
     def client(self, name: str, *, operator: bool = False) -> dict[str, Path]:
         secret = self.path / ("operators" if operator else "clients") / f"{name}.key"
