@@ -54,8 +54,8 @@ class PackedLinear:
 
     @property
     def input_dtype(self) -> np.dtype[Any]:
-        """See ``backend.Linear``; an odd x would have to be copied to complete its last pair."""
-        pairs = HAS_BF16_DOT and self.in_features % 2 == 0
+        """See ``backend.Linear``; another x would have to be copied to complete its last tile."""
+        pairs = HAS_BF16_DOT and self.in_features % linear.TERMS == 0
         return self.panels.dtype if pairs else STORAGE["float32"]
 
 
@@ -284,9 +284,10 @@ class CpuBackend:
     def warm_up(self, dtype: str) -> None:
         """Compile every kernel for ``dtype``, or load it from the disk cache."""
         storage = STORAGE[dtype]
-        one = np.ones(LANES, np.float32)
-        weight = self.pack_linear([np.zeros((3 * LANES, LANES), storage)])
-        x = np.zeros((1, LANES), np.float32)
+        size = linear.TERMS
+        one = np.ones(size, np.float32)
+        weight = self.pack_linear([np.zeros((3 * LANES, size), storage)])
+        x = np.zeros((1, size), np.float32)
         qkv = np.zeros((1, 3 * LANES), np.float32)
         angles = np.zeros((1, LANES // 2), np.float32)
         zero = np.zeros(1, np.int32)
@@ -303,11 +304,11 @@ class CpuBackend:
         self.embed(zero, weight, x)
         self.take_rows(x, zero, x.copy())
         self.linear(x, weight, qkv)
-        gate_up = self.pack_linear([np.zeros((LANES, LANES), storage)] * 2, gated=True)
-        activated = np.zeros((1, LANES), gate_up.input_dtype)
+        gate_up = self.pack_linear([np.zeros((size, size), storage)] * 2, gated=True)
+        activated = np.zeros((1, size), gate_up.input_dtype)
         self.linear(x, gate_up, activated, norm=RMSNorm(one, 1e-5))
         self.linear(activated, weight, qkv)
-        self.rope_and_cache(qkv, layer, batch, angles, angles, zero, one, one, 1e-5)
-        self.attention(qkv, layer, batch, 1.0, 0, activated)
+        self.rope_and_cache(qkv, layer, batch, angles, angles, zero, one[:LANES], one[:LANES], 1e-5)
+        self.attention(qkv, layer, batch, 1.0, 0, activated[:, :LANES])
         self.take_rows(activated, zero, activated.copy())
         self.log_softmax_stats(x)

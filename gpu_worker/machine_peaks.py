@@ -14,6 +14,13 @@ import numpy as np
 from deepinfer.gpu_worker.kernels.byte_dot import HOST, Dot
 from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam, fork_join
 from deepinfer.gpu_worker.kernels.micro_kernel import HAS_BF16_DOT, emit_dot
+from deepinfer.gpu_worker.kernels.tile_registers import (
+    HAS_TILES,
+    TILE,
+    begin_tiles,
+    end_tiles,
+    multiply_four,
+)
 from deepinfer.gpu_worker.kernels.vectors import (
     LANES,
     VECTOR,
@@ -102,6 +109,20 @@ def _rounds_of(step: Any) -> Any:
 _multiply_adds = _rounds_of(_summing(lambda builder, total, x: emit_fma(builder, x, x, total)))
 _bfloat16_dots = _rounds_of(_summing(_emit_pairs))
 _int8_dots = _rounds_of(_summing(_emit_bytes))
+_TILE_ROUNDS = 4096
+
+
+@njit(nogil=True)
+def _tile_products_unit(arguments, unit):
+    begin_tiles(TILE)
+    for _ in range(arguments[0]):
+        multiply_four()
+    end_tiles()
+
+
+@njit(nogil=True)
+def _tile_products(control, rounds, units):
+    fork_join(control, _tile_products_unit, (rounds,), units)
 
 
 @njit(nogil=True)
@@ -149,10 +170,16 @@ def measure_peaks(team: ThreadTeam) -> Peaks:
         (duration,) = best_of(lambda i: loop(control, _ROUNDS, out, units))
         return vectors * 2 * products / duration
 
+    def tile_rate(terms: int) -> float:
+        """The same of tile registers, with so many terms of each sum in an instruction."""
+        (duration,) = best_of(lambda i: _tile_products(control, _TILE_ROUNDS, units))
+        return units * _TILE_ROUNDS * 4 * 2 * TILE * TILE * terms / duration
+
     float32 = rate(_multiply_adds, LANES)
+    bfloat16 = rate(_bfloat16_dots, 2 * LANES) if HAS_BF16_DOT else float32
     operations = {
         "float32": float32,
-        "bfloat16": rate(_bfloat16_dots, 2 * LANES) if HAS_BF16_DOT else float32,
+        "bfloat16": tile_rate(2 * LANES) if HAS_TILES else bfloat16,
         "int8": rate(_int8_dots, 4 * LANES) if HOST == "vnni" else float32,
     }
     data = np.ones(COLD_BYTES // 4, np.float32)

@@ -17,8 +17,8 @@ from numba import njit
 
 from deepinfer.gpu_worker.kernels.byte_dot import HOST
 from deepinfer.gpu_worker.kernels.fork_join import num_threads
-from deepinfer.gpu_worker.kernels.linear import even_share, going_on, write_gated
 from deepinfer.gpu_worker.kernels.settings import INNER
+from deepinfer.gpu_worker.kernels.shares import even_share, going_on, write_gated
 from deepinfer.gpu_worker.kernels.vectors import LANES, emit_choice, index
 
 ROWS = 6

@@ -2,8 +2,9 @@
 
 Weights [N, K] are packed once into panels of 16 columns, padded with zeros, which the micro-kernel
 reads front to back whatever the number of rows it serves: float32 [ceil(N / 16)][K][16], bfloat16
-[ceil(N / 16)][ceil(K / 2)][16][2]. On a machine that multiplies pairs of bfloat16, activations are
-rounded to bfloat16 too before they meet such weights; sums are float32 in any case.
+[ceil(N / 16)][K / 2][16][2], K padded to a multiple of 32. On a machine that multiplies pairs of
+bfloat16, activations are rounded to bfloat16 too before they meet such weights, and they are
+multiplied by tile registers where it has them; sums are float32 in any case.
 
 What stands around a product is part of it where its numbers are in a cache anyway: an RMSNorm
 before it, and ``silu(gate) * up`` behind that of a gate and an up matrix. Their columns take turns
@@ -22,22 +23,18 @@ from numba import njit, types
 from numba.extending import overload
 
 from deepinfer.gpu_worker.kernels.arena import Arena
-from deepinfer.gpu_worker.kernels.elementwise import copied_row, normed_row, silu_mul16
+from deepinfer.gpu_worker.kernels.elementwise import copied_row, normed_row
 from deepinfer.gpu_worker.kernels.fork_join import fork_join, num_threads
+from deepinfer.gpu_worker.kernels.linear_tiles import TERMS, multiply_by_tiles
 from deepinfer.gpu_worker.kernels.micro_kernel import (
     HAS_BF16_DOT,
     WIDE_REGISTERS,
     make_tiles,
 )
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
-from deepinfer.gpu_worker.kernels.vectors import (
-    LANES,
-    load16,
-    load_scalar,
-    store16,
-    store_first16,
-    store_scalar,
-)
+from deepinfer.gpu_worker.kernels.shares import even_share, going_on, if_float32, write_gated
+from deepinfer.gpu_worker.kernels.tile_registers import HAS_TILES
+from deepinfer.gpu_worker.kernels.vectors import LANES, load_scalar, store_scalar
 
 # How many panels the tiles of 1, 2, … rows take at once and keep their sums in registers.
 _TILE_PANELS = (4, 4, 4, 4, 4, 4) if WIDE_REGISTERS else (4, 2, 1, 1, 1, 1)
@@ -94,54 +91,6 @@ products = make_tiles(
 
 
 @njit(**INNER)
-def even_share(total, most):
-    """The size of parts of at most ``most``, as equal as can be."""
-    parts = -(-total // most)
-    return -(-total // parts)
-
-
-@njit(**INNER)
-def going_on(unit, units, threads):
-    """Which unit to do for ``unit``, of as many for each thread; none from ``units`` on.
-
-    Threads draw units in turns. In this order each of them goes on where it was, and finds the
-    weights it has asked for already.
-    """
-    return unit % threads * -(-units // threads) + unit // threads
-
-
-@njit(**INNER)
-def write_gated(sums, at, stride, out, row, rows, column, pairs):
-    """``silu(gate) * up`` to some rows of ``out``, from a column on, sixteen for each pair.
-
-    ``sums`` has sixteen gates, then their ups, for each pair, from ``at`` on; rows are ``stride``
-    apart.
-    """
-    width = out.shape[1]
-    # One loop over whole vectors: calls cost more than what is computed here.
-    for r in range(rows):
-        for pair in range(pairs):
-            here = at + r * stride + pair * 2 * LANES
-            o = column + pair * LANES
-            value = silu_mul16(load16(sums, here), load16(sums, here + LANES))
-            if o + LANES <= width:
-                store16(out, (row + r) * width + o, value)
-            else:
-                store_first16(out, (row + r) * width + o, width - o, value)
-
-
-def _if_float32(out: Any, other: Any) -> Any:
-    """``out`` where it is float32: what tiles write to. An overload for compiled code."""
-
-
-@overload(_if_float32, jit_options={**INNER}, inline="never")
-def _if_float32_of(out, other):
-    if out.dtype == types.float32:
-        return lambda out, other: out
-    return lambda out, other: other
-
-
-@njit(**INNER)
 def _unit(arguments, unit):
     """Some rows times some panels, in blocks of K (Goto & van de Geijn 2008).
 
@@ -170,7 +119,7 @@ def _unit(arguments, unit):
     # sums lie here.
     width_aside = max(most, 2) * LANES
     aside = np.empty((rows, width_aside), np.float32)
-    direct = _if_float32(out, aside)
+    direct = if_float32(out, aside)
     biases = bias.reshape((1, bias.size))
     p = first
     while p < last:
@@ -228,13 +177,12 @@ def _prepare_unit(arguments, unit):
             normed_row(x, t, norm, eps, out, t * out.shape[1])
         else:
             copied_row(x, t, out, t * out.shape[1])
-        if out.shape[1] > depth:
-            out[t, depth] = 0
+        out[t, depth:] = 0
 
 
 @njit(**INNER)
 def _prepared(control, x, norm, eps, padded, like):
-    """``x`` [T, K] normed, if at all, in another dtype, with a zero behind each row of odd K."""
+    """``x`` [T, K] normed, if at all, in another dtype, with zeros behind each row."""
     rows = max(1, _UNIT_ELEMENTS // padded)
     out = np.empty((x.shape[0], padded), like.dtype)
     fork_join(control, _prepare_unit, (x, norm, eps, out, rows), -(-x.shape[0] // rows))
@@ -266,11 +214,26 @@ def _operand_of(control, x, norm, eps, panels):
 @njit(**JIT)
 def linear(control, x, norm, eps, panels, bias, gated, out, add):
     """See ``Backend.linear``; ``norm`` is empty for none, panels are as ``packed``."""
-    rows = x.shape[0]
-    num_panels = panels.shape[0]
-    if rows == 0:
+    if x.shape[0] == 0:
         return
-    operand = _operand(control, x, norm, eps, panels)
+    _multiply(control, _operand(control, x, norm, eps, panels), panels, bias, gated, out, add)
+
+
+def _multiply(control: Any, x: Any, panels: Any, bias: Any, gated: Any, out: Any, add: Any) -> None:
+    """Multiply by tile registers, or by vectors; an overload for compiled code."""
+
+
+@overload(_multiply, jit_options={**INNER}, inline="never")
+def _multiply_of(control, x, panels, bias, gated, out, add):
+    way = multiply_by_tiles if HAS_TILES and x.dtype != types.float32 else _multiply_by_vectors
+    return lambda control, x, panels, bias, gated, out, add: way(
+        control, x, panels, bias, gated, out, add
+    )
+
+
+@njit(**INNER)
+def _multiply_by_vectors(control, operand, panels, bias, gated, out, add):
+    rows, num_panels = operand.shape[0], panels.shape[0]
     # Units of 10 µs or more, and some tens of them to even out a core that others use too.
     chunk = _TILE_ROWS * even_share(-(-rows // _TILE_ROWS), _CHUNK_ROWS // _TILE_ROWS)
     chunks = -(-rows // chunk)
@@ -308,7 +271,8 @@ def packed(
     depth = parts[0].shape[1]
     total = columns[-1][-1] + 1
     terms = 1 if parts[0].dtype == np.float32 else 2
-    shape = (-(-total // LANES), -(-depth // terms), LANES, terms)
+    rows = depth if terms == 1 else -(-depth // TERMS) * TERMS // 2
+    shape = (-(-total // LANES), rows, LANES, terms)
     panels = arena.zeros(shape, parts[0].dtype)
     # Whole pairs move as one number.
     unit = np.uint32 if terms == 2 and depth % 2 == 0 else parts[0].dtype
