@@ -32,6 +32,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -46,6 +47,7 @@ from support.scripted_engine import ScriptedFolder
 
 HERE = Path(__file__).parent
 UNFINISHED = 20
+SLOW_MS = 200
 
 
 def request(body: dict, path: str = "/v1/completions") -> bytes:
@@ -133,22 +135,29 @@ async def run_crowd(plan: crowds.Plan) -> crowds.Result:
 
 
 @contextlib.asynccontextmanager
-async def health(server: Server) -> AsyncIterator[dict[str, float]]:
+async def health(server: Server) -> AsyncIterator[dict[str, Any]]:
     """Poll /health from another process meanwhile; what it took is filled in at the end."""
     poller = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--poll", server.url, stdout=asyncio.subprocess.PIPE
     )
     assert poller.stdout is not None
     await poller.stdout.readline()
-    times: dict[str, float] = {}
+    times: dict[str, Any] = {}
     try:
         yield times
     finally:
         poller.terminate()
         found = json.loads(await poller.stdout.read())
         await poller.wait()
+        begun = found["began"]
+        slow = Counter(
+            int(at - begun[0])
+            for at, asked in zip(begun, found["asked"], strict=True)
+            if asked > SLOW_MS
+        )
         asked, late = sorted(found["asked"]), sorted(found["late"])
         times |= {
+            "slow_in_seconds": ", ".join(f"{at}: {count}" for at, count in sorted(slow.items())),
             "polls": len(asked), "not_ok": found["not_ok"],
             "p50_ms": round(statistics.median(asked), 1),
             "p99_ms": round(asked[int(len(asked) * 0.99)], 1),
@@ -167,6 +176,7 @@ def poll(url: str) -> None:
         over = True
 
     signal.signal(signal.SIGTERM, stop)
+    begun: list[float] = []
     asked: list[float] = []
     late: list[float] = []
     not_ok = 0
@@ -181,12 +191,14 @@ def poll(url: str) -> None:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
             while part := connection.recv(1 << 16):
                 answer += part
+        begun.append(began)
         asked.append((time.perf_counter() - began) * 1000)
         not_ok += not answer.startswith(b"HTTP/1.1 200 ")
         paused = time.perf_counter()
         time.sleep(0.05)
         late.append((time.perf_counter() - paused - 0.05) * 1000)
-    print(json.dumps({"asked": asked, "late": late, "not_ok": not_ok}), flush=True)
+    found = {"began": begun, "asked": asked, "late": late, "not_ok": not_ok}
+    print(json.dumps(found), flush=True)
 
 
 # ---- the parts ----------------------------------------------------------------------------------
@@ -326,6 +338,7 @@ async def crowd(server: Server, streams: int, seconds: float) -> None:
         "output tokens, per second": f"{new['output_tokens']:.0f}, "
         f"{new['output_tokens'] / seconds:.0f}",
         "/health p50 / p99 / max, ms": f"{times['p50_ms']} / {times['p99_ms']} / {times['max_ms']}",
+        f"/health over {SLOW_MS} ms, second: polls": times["slow_in_seconds"],
         "/health polls, not 200": f"{times['polls']}, {times['not_ok']}",
         "the poller itself late, p99, ms": times["late_p99_ms"],
     }

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.frontend.gateway.limits import Bucket, Slots
+from deepinfer.frontend.gateway.limits import Bucket, Slots, Turns
 from support.patience import PATIENCE_S
 
 RATES = st.floats(0.01, 1e6)
@@ -193,3 +193,25 @@ async def test_a_higher_limit_lets_in_those_who_wait_at_once() -> None:
     await settle()
     assert all(task.done() for task in waiting)
     assert slots.inside == 6
+
+
+async def test_so_many_go_on_in_a_turn_of_the_loop_the_others_in_order_and_none_for_who_left() -> (
+    None
+):
+    turns, now, went = Turns(2), 0, []
+
+    async def go(number: int) -> None:
+        await turns.take()
+        went.append((number, now))
+
+    tasks = [asyncio.create_task(go(number)) for number in range(7)]
+    for now in range(1, 8):
+        await asyncio.sleep(0)
+        if now == 2:
+            tasks[4].cancel()
+    assert [number for number, _ in went] == [0, 1, 2, 3, 5, 6]
+    by_turn = [at for _, at in went]
+    assert all(by_turn.count(at) == 2 for at in by_turn)
+    late = asyncio.create_task(go(7))
+    await late
+    assert went[-1][0] == 7

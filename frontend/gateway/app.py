@@ -26,6 +26,7 @@ from deepinfer.frontend.gateway.calls import Bodies, Call, Endpoint, Handler
 from deepinfer.frontend.gateway.dashboard import page_routes, view_body
 from deepinfer.frontend.gateway.errors import ApiError, as_api_error, bad_request, not_found
 from deepinfer.frontend.gateway.ledger import Ledger
+from deepinfer.frontend.gateway.limits import Turns
 from deepinfer.frontend.gateway.metrics import Metrics
 from deepinfer.frontend.gateway.openai_answers import Answers, ChatAnswers, CompletionAnswers, Json
 from deepinfer.frontend.gateway.openai_requests import (
@@ -46,6 +47,7 @@ from deepinfer.wire.checks import shown
 
 _REQUEST_ID = re.compile(r"[!-.0-~]{1,128}")  # printable, without a slash
 _HEALTH_S = 3.0
+_BEGUN_PER_TURN = 4  # some milliseconds
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
@@ -73,6 +75,7 @@ class Gateway:
         self._created = int(time.time())
         self._texts: TokenTexts | None = None
         bodies = Bodies(max_body_bytes)
+        self._turns = Turns(_BEGUN_PER_TURN)
         handlers = {
             "/v1/completions": self._completions,
             "/v1/chat/completions": self._chat,
@@ -121,6 +124,7 @@ class Gateway:
         async def counted(call: Call) -> None:
             status = CLIENT_LEFT
             try:
+                await self._turns.take()
                 await handler(call)
                 status = call.status
             except Exception as error:

@@ -1,10 +1,10 @@
-"""What holds a tenant to its limits: a token bucket, and slots with a line. No clock in either."""
+"""What holds tenants and calls to limits: a token bucket, slots with a line, turns. No clock."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 _ROUNDING_S = 1e-6
 """What is this near counts as now: who came back after exactly the time he was told must pass."""
@@ -99,3 +99,40 @@ class Slots:
             if not turn.cancelled():
                 self.inside += 1
                 turn.set_result(None)
+
+
+class Turns:
+    """So many may go on in one turn of the event loop; the others follow, turn by turn, in order.
+
+    What comes at once, as a thousand calls do when a server was away, would otherwise be done in a
+    single turn, and whoever comes meanwhile would wait for all of it.
+    """
+
+    def __init__(self, each: int) -> None:
+        self._each = each
+        self._left = each
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._next_comes = False
+
+    async def take(self) -> None:
+        """Go on, now if there is room in this turn and nobody waits."""
+        if not self._next_comes:
+            self._next_comes = True
+            asyncio.get_running_loop().call_soon(self._next)
+        if self._left and not self._line:
+            self._left -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append(turn)
+        await turn
+
+    def _next(self) -> None:
+        self._left = self._each
+        while self._left and self._line:
+            turn = self._line.popleft()
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+                self._left -= 1
+        self._next_comes = self._left < self._each
+        if self._next_comes:
+            asyncio.get_running_loop().call_soon(self._next)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -111,6 +112,9 @@ class _Server:
             serving = asyncio.ensure_future(self._http.serve(sockets=[listener]))
             await self._http.listening.wait()
             host, port = listener.getsockname()[:2]
+            # What was made until now stays: no collection needs to look through it again.
+            gc.collect()
+            gc.freeze()
             on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
             try:
                 await self._service.watch(self._tenants.reload_if_changed)
