@@ -25,6 +25,7 @@ from deepinfer.gpu_worker.kernels import (
     linear,
     linear_int4,
     linear_int8,
+    linear_tiles,
     pack_int4,
     rope_cache,
 )
@@ -55,7 +56,7 @@ class PackedLinear:
     @property
     def input_dtype(self) -> np.dtype[Any]:
         """See ``backend.Linear``; another x would have to be copied to complete its last tile."""
-        pairs = HAS_BF16_DOT and self.in_features % linear.TERMS == 0
+        pairs = HAS_BF16_DOT and self.in_features % linear_tiles.TERMS == 0
         return self.panels.dtype if pairs else STORAGE["float32"]
 
 
@@ -284,7 +285,7 @@ class CpuBackend:
     def warm_up(self, dtype: str) -> None:
         """Compile every kernel for ``dtype``, or load it from the disk cache."""
         storage = STORAGE[dtype]
-        size = linear.TERMS
+        size = linear_tiles.TERMS
         one = np.ones(size, np.float32)
         weight = self.pack_linear([np.zeros((3 * LANES, size), storage)])
         x = np.zeros((1, size), np.float32)

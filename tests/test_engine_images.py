@@ -10,13 +10,17 @@ import asyncio
 import base64
 import random
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from deepinfer import LLM, AsyncEngine, SamplingParams
+from deepinfer.frontend import images
 from deepinfer.frontend.errors import EngineDownError
+from support.patience import PATIENCE_S
 from support.scripted_engine import ScriptedFolder, engine_processes, process_of
 from support.scripted_images import picture
 
@@ -168,6 +172,30 @@ async def test_an_aborted_request_leaves_no_image_behind(tmp_path) -> None:
         stats = await engine.stats()
         assert stats["images_waiting"] == stats["image_file_bytes"] == 0
         assert stats["image_arena_used_bytes"] == stats["image_arena_cached_bytes"]
+
+
+async def test_large_inputs_are_prepared_beside_the_loop(folder, monkeypatch) -> None:
+    """LOOP-01 through ``AsyncEngine``: others go on while pictures are packed and texts refused."""
+    others_ended = threading.Event()
+    packed = images._png
+
+    def late(image: Image.Image) -> bytes:
+        assert others_ended.wait(PATIENCE_S)
+        return packed(image)
+
+    monkeypatch.setattr(images, "_png", late)
+    large = Image.new("RGB", (4000, 3000), (200, 10, 90))
+    async with AsyncEngine(folder.args()) as engine:
+        prompt = prompt_for(folder, [b""] * 8)
+        data = {"image": [large] * 8}
+        pictures = asyncio.ensure_future(engine.prepare(prompt, SHORT, data))
+        with pytest.raises(ValueError, match="prompt_len|at most"):
+            await engine.prepare("word " * (4 << 20), SHORT)
+        for outs in await asyncio.gather(*(ask(engine, folder, []) for _ in range(200))):
+            hold(folder, [], outs)
+        assert (await engine.health())["ok"] and not pictures.done()
+        others_ended.set()
+        assert [len(ref.data) > 10_000 for ref in (await pictures).images] == [True] * 8
 
 
 async def test_an_encoder_that_fails_to_load_leaves_text(tmp_path) -> None:

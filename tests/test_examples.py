@@ -12,6 +12,7 @@ import pytest
 
 from deepinfer import AsyncEngine, EngineArgs
 from support.patience import PATIENCE_S
+from support.vision_checkpoints import make_vision_checkpoint, picture
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.slow]
@@ -37,6 +38,18 @@ def test_batch(smollm2_folder) -> None:
     lines = run(str(ROOT / "examples" / "batch.py")).splitlines()
     assert [line.startswith(("The sea is", "Once upon a time")) for line in lines] == [True, True]
     assert all("nats" in line for line in lines)
+
+
+def test_pictures(tmp_path) -> None:
+    """With a tiny random model, for no real one is at hand: what it says has no meaning."""
+    folder = make_vision_checkpoint("idefics3", tmp_path / "model")
+    good, bad = tmp_path / "good.png", tmp_path / "bad.png"
+    picture(70, 40).save(good)
+    bad.write_bytes(good.read_bytes()[:200])
+    told = run(str(ROOT / "examples" / "pictures.py"), str(folder), str(good), str(bad))
+    lines = dict(line.split(" ", 1) for line in told.splitlines())
+    assert re.fullmatch(r"\(\d+ tokens\): '.*'", lines[str(good)])
+    assert ": image:0: " in lines[str(bad)]
 
 
 def test_openai_client(smollm2_folder) -> None:

@@ -40,11 +40,11 @@ def test_the_inner_loop_is_one_product_a_pair_of_tiles_and_one_load_a_tile(shape
 
 def test_tiles_are_used_where_the_processor_has_them_and_the_system_lends_them(monkeypatch):
     features = dict.fromkeys(("amx-tile", "amx-bf16", "amx-int8", "avx512bf16", "avx512vnni"), True)
-    monkeypatch.setattr(tile_registers, "_permitted", lambda: True)
+    monkeypatch.setattr(tile_registers, "tiles_are_lent", lambda: True)
     assert tile_registers.available(features)
     for feature in features:
         assert not tile_registers.available(features | {feature: False})
-    monkeypatch.setattr(tile_registers, "_permitted", lambda: False)
+    monkeypatch.setattr(tile_registers, "tiles_are_lent", lambda: False)
     assert not tile_registers.available(features)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import platform
 import shutil
+import sys
 import time
 from functools import cache
 from importlib.metadata import version
@@ -28,6 +31,15 @@ def _source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+@cache
+def tiles_are_lent() -> bool:
+    """Whether the system lets this process use tile registers (AMX); it asks for all threads."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+
+
 def home() -> Path:
     """The folder of everything that is kept on disk."""
     home = os.environ.get("DEEPINFER_HOME") or "~/.cache/deepinfer"
@@ -35,8 +47,11 @@ def home() -> Path:
 
 
 def cache_folder() -> Path:
-    """Folder of the compiled kernels of this version."""
-    return home() / "kernels" / _source_digest()
+    """Folder of the compiled kernels of this version.
+
+    Of a processor with tile registers they use them, which a process that has none must not.
+    """
+    return home() / "kernels" / (_source_digest() + ("-tiles" if tiles_are_lent() else ""))
 
 
 def discard_compiled() -> None:

@@ -18,9 +18,6 @@ The eight registers are 0 to 3 for sums, and 4 to 7 for activations and weights.
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +27,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from deepinfer.gpu_worker.kernels.settings import tiles_are_lent
 from deepinfer.gpu_worker.kernels.vectors import (
     I8,
     I64,
@@ -44,19 +42,11 @@ TILE = 16
 RUN_BYTES = 64
 """Of a row of activations, and of 16 columns of weights, in a tile."""
 _NEEDS = ("amx-tile", "amx-bf16", "amx-int8", "avx512bf16", "avx512vnni")
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-
-
-def _permitted() -> bool:
-    """Whether the system lets this process use the registers; it asks for it, for all threads."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 def available(features: Mapping[str, bool]) -> bool:
     """Whether a machine with these features has tile registers, and the system lends them."""
-    return all(features.get(need) for need in _NEEDS) and _permitted()
+    return all(features.get(need) for need in _NEEDS) and tiles_are_lent()
 
 
 HAS_TILES = available(llvm.get_host_cpu_features())

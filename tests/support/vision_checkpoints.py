@@ -48,11 +48,12 @@ def make_vision_checkpoint(
     dtype: torch.dtype = torch.float32,
     vision: dict[str, Any] | None = None,
     processor: dict[str, Any] | None = None,
+    text: dict[str, Any] | None = None,
 ) -> Path:
     """Write a model folder: config, weights, tokenizer and image processor; return it.
 
-    ``vision`` and ``processor`` change the small default sizes. All weights are random, norms and
-    biases too.
+    ``vision``, ``processor`` and ``text`` change the small default sizes. All weights are random,
+    norms and biases too.
     """
     save_folder("byte_level", "chatml", folder)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -71,7 +72,7 @@ def make_vision_checkpoint(
                 "patch_size": 4,
                 **(vision or {}),
             },
-            text_config={"model_type": "llama", **_TEXT},
+            text_config={"model_type": "llama", **_TEXT, **(text or {})},
             scale_factor=2,
             image_token_id=image_token,
             pad_token_id=1,
@@ -97,6 +98,7 @@ def make_vision_checkpoint(
             },
             text_config={
                 **_TEXT,
+                **(text or {}),
                 "rope_parameters": {
                     "rope_type": "default",
                     "rope_theta": 10000.0,
