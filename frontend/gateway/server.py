@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.sockets import is_loopback
 
 _LAST_ANSWERS_S = 2.0
+_FULL_COLLECTION_S = 60.0
+_NEVER = 1 << 30  # collections of the middle generation between two full ones
 
 
 def serve(
@@ -70,6 +73,27 @@ def serve(
         runner.run(server.run(listener, on_ready))
 
 
+class _RareCollections:
+    """Full garbage collections once a minute.
+
+    One looks through all that belongs to open streams, 0.2 s for a thousand of them, and with many
+    that come and go Python would do so every three seconds. What was made until now stays, and is
+    not looked through at all.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*gc.get_threshold()[:2], _NEVER)
+        self._next = time.monotonic() + _FULL_COLLECTION_S
+
+    def look(self) -> None:
+        """Collect when it is time to."""
+        if time.monotonic() >= self._next:
+            gc.collect()
+            self._next = time.monotonic() + _FULL_COLLECTION_S
+
+
 class _HttpServer(uvicorn.Server):
     """Leaves signals to ``_Server``: the engine has to be stopped before the last answer."""
 
@@ -112,12 +136,15 @@ class _Server:
             serving = asyncio.ensure_future(self._http.serve(sockets=[listener]))
             await self._http.listening.wait()
             host, port = listener.getsockname()[:2]
-            # What was made until now stays: no collection needs to look through it again.
-            gc.collect()
-            gc.freeze()
+            collections = _RareCollections()
+
+            def look() -> None:
+                self._tenants.reload_if_changed()
+                collections.look()
+
             on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
             try:
-                await self._service.watch(self._tenants.reload_if_changed)
+                await self._service.watch(look)
             finally:
                 await self._end(serving)
         finally:
