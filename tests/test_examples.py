@@ -43,6 +43,10 @@ def test_batch(smollm2_folder) -> None:
 def test_pictures(tmp_path) -> None:
     """With a tiny random model, for no real one is at hand: what it says has no meaning."""
     folder = make_vision_checkpoint("idefics3", tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{% for part in message['content'] %}"
+        "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+    )
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"
     picture(70, 40).save(good)
     bad.write_bytes(good.read_bytes()[:200])
