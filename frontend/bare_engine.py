@@ -11,6 +11,7 @@ from deepinfer.frontend.client import Client
 from deepinfer.frontend.engine import AsyncEngine
 from deepinfer.frontend.errors import EngineDownError, EngineError
 from deepinfer.frontend.service import Service
+from deepinfer.wire.checks import shown
 from deepinfer.wire.config import EngineArgs
 from deepinfer.wire.messages import StoryEvent
 from deepinfer.wire.sockets import check_free, listens
@@ -56,17 +57,23 @@ async def _serve(
 def fetch_story(endpoint: str, request_id: str, **keys: str | None) -> list[StoryEvent]:
     """Ask the engine at ``endpoint`` what happened to a request.
 
-    ``ValueError`` when it does not know the request; else as :func:`engine_at`.
+    The id is the request's own, or that of an answer of a gateway without tenants. ``ValueError``
+    when the engine does not know it; else as :func:`engine_at`.
     """
 
     async def ask() -> list[StoryEvent]:
         async with engine_at(endpoint, **keys) as client:
-            return await client.trace(request_id)
+            with contextlib.suppress(KeyError):
+                return await client.trace(request_id)
+            return await client.trace(f"/{request_id}")  # as the gateway calls it
 
     try:
         return asyncio.run(ask())
-    except KeyError as error:
-        raise ValueError(str(error.args[0])) from None
+    except KeyError:
+        raise ValueError(
+            f"no story of request {shown(request_id)}; "
+            "one of a gateway with tenants is called TENANT/ID"
+        ) from None
 
 
 @contextlib.asynccontextmanager

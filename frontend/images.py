@@ -27,10 +27,10 @@ def images_of(multi_modal_data: object) -> list[Any]:
     if multi_modal_data is None:
         return []
     if not isinstance(multi_modal_data, dict) or not multi_modal_data.keys() <= {"image"}:
-        raise ValueError(
-            'multi_modal_data must be a dict such as {"image": [...]}, '
-            f"got {shown(multi_modal_data)}"
-        )
+        got = shown(multi_modal_data)
+        if isinstance(multi_modal_data, dict):
+            got = f"the key {shown(next(key for key in multi_modal_data if key != 'image'))}"
+        raise ValueError(f'multi_modal_data must be a dict such as {{"image": [...]}}, got {got}')
     images = multi_modal_data.get("image", [])
     return list(images) if isinstance(images, list | tuple) else [images]
 

@@ -659,7 +659,11 @@ def test_trace_takes_keys_and_says_when_they_are_refused(tmp_path: Path) -> None
             )
 
         served, refused = trace("anna"), trace("otto")
-        assert (served.returncode, served.stderr) == (2, "error: no story of request 'nothing'\n")
+        assert (served.returncode, served.stderr) == (
+            2,
+            "error: no story of request 'nothing'; one of a gateway with tenants is called "
+            "TENANT/ID\n",
+        )
         assert refused.returncode == 1
         assert "does not know the key" in refused.stderr
     finally:

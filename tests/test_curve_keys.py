@@ -45,6 +45,8 @@ def test_a_client_needs_both_keys_and_they_must_be_keys(keys, tmp_path) -> None:
     text = tmp_path / "text"
     text.write_text("no key")
     secret = good["secret_key"].read_text().strip()
+    # As it is read from the file, which ends with a newline.
+    assert client_keys(**(good | {"secret_key": f"{secret}\n"})) == client_keys(**good)
     for wrong in ("no key", secret[:-1], secret + "0", "/nowhere/else", text, tmp_path, "é" * 40):
         for field in good:
             with pytest.raises(ValueError, match=f"^{field}") as error:

@@ -118,6 +118,17 @@ await engine.close();
 """
 
 
+async def test_a_node_client_without_a_key_ends_with_the_reason(folder, tmp_path) -> None:
+    args = folder.args(endpoint=free_endpoint(), curve_keys=str(KeyFolder(tmp_path / "keys").path))
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        AsyncEngine(args),
+        node("stream.mjs", args.endpoint) as process,
+    ):
+        _, stderr = await process.communicate()
+    assert process.returncode == 1 and b"one that has keys wants this client's" in stderr
+
+
 async def test_a_node_client_goes_on_with_the_next_scheduler(folder) -> None:
     """PROC-01: the scheduler, SIGKILL, seen by a client in another language."""
     async with AsyncEngine(folder.args(endpoint=free_endpoint())) as engine:

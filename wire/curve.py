@@ -188,10 +188,11 @@ class AllowedKeys:
 def _key_of(field: str, value: str | Path | None) -> bytes:
     if isinstance(value, str | Path) and os.path.isfile(value):
         return _checked(field, _read(Path(value)), value)
-    if not isinstance(value, str) or not _Z85.fullmatch(value.encode(errors="replace")):
+    key = value.strip() if isinstance(value, str) else ""  # a key's file ends with a newline
+    if not _Z85.fullmatch(key.encode(errors="replace")):
         # Not shown: it may be a secret with a typing error.
         raise ValueError(f"{field} is neither a key ({KEY_CHARS} characters of Z85) nor a file")
-    return value.encode()
+    return key.encode()
 
 
 def _checked(field: str, text: bytes, path: str | Path) -> bytes:

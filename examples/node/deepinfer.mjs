@@ -163,7 +163,9 @@ export class Engine {
   }
 
   #beat() {
-    if (Date.now() - this.#heard > SILENCE_MS) this.#lost("the engine is silent");
+    const silent = Date.now() - this.#heard > SILENCE_MS;
+    if (silent && !this.info) this.#fail("no word from one (one that has keys wants this client's)");
+    else if (silent) this.#lost("the engine is silent");
     else this.#send(this.#welcomed ? ["ClientHeartbeat"] : ["Hello", PROTOCOL]);
   }
 

@@ -508,7 +508,7 @@ def _request_id(call: Call, prefix: str) -> str:
     given = call.headers.get("x-request-id")
     if given is not None and not _REQUEST_ID.fullmatch(given):
         raise bad_request(
-            f"x-request-id must be 1 to 128 printable characters without a slash, "
+            f"x-request-id must be 1 to 128 printable ASCII characters without a space or slash, "
             f"got {shown(given)}",
             "x-request-id",
         )

@@ -163,7 +163,7 @@ class Bodies:
 
     def _check(self, size: int, more: int) -> None:
         if size > self.max_bytes:
-            message = f"the body may have at most {self.max_bytes} bytes"
+            message = f"the body may have at most {self.max_bytes} bytes (--max-body-bytes)"
             raise ApiError(413, message, code="body_too_large")
         if self.held + more > self.max_bytes_together:
             raise unavailable("the bodies of too many requests are open already", 1.0)
