@@ -148,6 +148,8 @@ class CpuBackend:
                     f"weights {part.dtype}{list(part.shape)} and {first.dtype}{list(first.shape)} "
                     "cannot be stacked: they must be matrices of one dtype and input size"
                 )
+        if not first.shape[1]:
+            raise ValueError("weights need at least one input")
         if first.dtype not in STORAGE.values():
             raise ValueError(f"weights must be float32 or bfloat16 as uint16, got {first.dtype}")
         sizes = [part.shape[0] for part in parts]
@@ -202,6 +204,7 @@ class CpuBackend:
         assert x.shape[1] == weight.in_features
         assert out.shape == (x.shape[0], weight.out_features)
         assert x.dtype == np.float32 or (x.dtype == weight.input_dtype and norm is None)
+        assert x.flags.c_contiguous and out.flags.c_contiguous
         assert weight.gated or out.dtype == np.float32
         assert not (weight.gated and add)
         norm = norm or _NO_NORM

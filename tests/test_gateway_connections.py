@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -101,6 +102,43 @@ def test_pipelined_requests_are_answered_in_order(server) -> None:
               for line in answer.split(b"\r\n") if line.startswith(b'{"id"')
               for line in [line.partition(b"HTTP/")[0]]]  # fmt: skip
     assert counts == [5, 1, 3]
+
+
+UPGRADES = [
+    ("connection: upgrade", "upgrade: h2c"),
+    ("connection: keep-alive, Upgrade", "upgrade: websocket"),
+    ("upgrade: h2c", "http2-settings: AAMAAABk", "connection: Upgrade, HTTP2-Settings"),
+]
+
+
+@pytest.mark.parametrize("headers", UPGRADES)
+@pytest.mark.parametrize("pieces", [1, 2, 1000])
+def test_who_asks_for_another_protocol_is_answered_in_this_one(server, headers, pieces) -> None:
+    """Its body is no request, and what follows is one."""
+    body = {"prompt": [9], "max_tokens": 3, "ignore_eos": True}
+    inner = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    junk = raw_request({}, *headers).partition(b"\r\n\r\n")[0]
+    junk = junk.replace(b"content-length: 2", b"content-length: %d" % len(inner))
+    get = "\r\n".join(["GET /v1/models HTTP/1.1", "host: x", *headers]).encode() + b"\r\n\r\n"
+    whole = b"".join((
+        raw_request(body, *headers), junk + b"\r\n\r\n" + inner, get,
+        raw_request(body, "connection: close"),
+    ))  # fmt: skip
+    with server.connect() as connection:
+        size = -(-len(whole) // pieces)
+        for at in range(0, len(whole), size):
+            connection.sendall(whole[at : at + size])
+        answer = read_all(connection)
+    statuses = re.findall(rb"HTTP/1.1 (\d+)", answer)
+    assert statuses == [b"200", b"400", b"200", b"200"]
+    assert answer.count(b'"completion_tokens":3') == 2 and answer.count(b'"object":"list"') == 1
+
+
+def test_a_tunnel_is_refused(server) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"CONNECT other:443 HTTP/1.1\r\nhost: other:443\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+    still_right(server)
 
 
 def test_too_many_pipelined_requests(server) -> None:

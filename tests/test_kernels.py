@@ -163,6 +163,15 @@ def test_linear_writes_nothing_beyond_its_columns():
         assert (out == 8).all() and (guarded[[0, -1]] == 7).all()
 
 
+def test_arrays_that_do_not_lie_row_by_row_are_refused():
+    packed = BACKEND.pack_linear([np.ones((16, 8), np.float32)])
+    rows, out = np.ones((4, 8), np.float32), np.empty((4, 16), np.float32)
+    with pytest.raises(AssertionError):
+        BACKEND.linear(np.asfortranarray(rows), packed, out)
+    with pytest.raises(AssertionError):
+        BACKEND.linear(rows, packed, np.empty((4, 32), np.float32)[:, ::2])
+
+
 def test_an_empty_batch_is_no_work():
     packed = BACKEND.pack_linear([np.ones((16, 8), np.float32)])
     BACKEND.linear(np.empty((0, 8), np.float32), packed, np.empty((0, 16), np.float32))
@@ -186,6 +195,7 @@ def test_embed_returns_the_rows_that_were_packed(dtype):
         ([np.ones((2, 3), np.float32), np.ones((2, 4), np.float32)], None, "stacked"),
         ([np.ones((2, 3), np.float32), np.ones((2, 3), np.uint16)], None, "stacked"),
         ([np.ones((2, 3), np.float16)], None, "float16"),
+        ([np.ones((2, 0), np.float32)], None, "one input"),
         ([np.ones((2, 3), np.float32)], np.ones(3, np.float32), "bias"),
         ([], None, "part"),
     ],

@@ -1,8 +1,9 @@
 """uvicorn's HTTP protocol, with bounds on what one connection may cost.
 
-uvicorn bounds neither the size of a request's head nor the time a request or a reader may take, and
-tells only the last of several pipelined requests that the client left. All of that is one
-connection's state, so it is kept here and not in the handlers.
+uvicorn bounds neither the size of a request's head nor the time a request or a reader may take,
+tells only the last of several pipelined requests that the client left, and takes the body of a
+request that asks for another protocol for a request of its own. All of that is one connection's
+state, so it is kept here and not in the handlers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import resource
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -95,11 +97,41 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or self._turned_away:
             return
         began_before = self._in_head
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         if began_before and self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._turn_away(_HEAD_TOO_LARGE)
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.parser.get_method() == b"CONNECT":
+                self.send_400_response("")
+                return
+            self._feed(self._without_upgrade() + data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _without_upgrade(self) -> bytes:
+        """The head of a request again, that asks for another protocol no more.
+
+        Who speaks no other protocol ignores that (RFC 9110, 7.8), but the parser takes what follows
+        for the other one.
+        """
+        lines = [b"%s %s HTTP/%s" % (
+            self.parser.get_method(), self.url, self.parser.get_http_version().encode()
+        )]  # fmt: skip
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(each for each in options if each.lower() != b"upgrade")
+            if name != b"upgrade":
+                lines.append(name + b": " + value)
+        self.parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -116,6 +148,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = _HEAD_TOO_LARGE
         if size > MAX_HEAD_BYTES or len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("more than one connection may ask for")
+        if self.parser.should_upgrade():
+            return
         super().on_headers_complete()
         self._within(BODY_S)
         # uvicorn stops reading where requests wait; but who does not read does not see a client
@@ -124,6 +158,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """A request is complete."""
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._within(None)
 
