@@ -123,6 +123,39 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_alone(rows, bad, place):
     np.testing.assert_array_equal(out[:-1], expected[:-1])
 
 
+# Whole blocks of rows, some more, and some less, of which those that are left are computed twice.
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 31, 32, 33, 48, 49, 70, 129, 600])
+@pytest.mark.parametrize(("depth", "width"), [(64, 64), (50, 37), (1250, 112), (130, 15)])
+def test_every_number_of_rows_is_the_scaled_integer_product_to_the_bit(rows, depth, width):
+    x, weights, bias, _ = case(rows, depth, width)
+    packed = BACKEND.pack_linear([weights], bias, "int8")
+    for add in (False, True):
+        before = np.random.default_rng(1).standard_normal((rows + 2, width)).astype(F)
+        after = before.copy()
+        BACKEND.linear(x, packed, after[1:-1], add=add)
+        expected = reference(x, weights, bias, before[1:-1], add)
+        np.testing.assert_array_equal(after[1:-1], expected)
+        np.testing.assert_array_equal(after[[0, -1]], before[[0, -1]])
+
+
+@pytest.mark.parametrize("rows", [16, 33, 70, 129])
+@pytest.mark.parametrize("width", [32, 37, 80])
+def test_gated_rows_are_those_of_a_row_alone(rows, width):
+    x, weights, bias, _ = case(rows, 130, 2 * width)
+    parts = [weights[:width], weights[width:]]
+    packed = BACKEND.pack_linear(parts, bias, "int8", gated=True)
+    before = np.zeros((rows + 2, width), F)
+    after = before.copy()
+    BACKEND.linear(x, packed, after[1:-1])
+    alone = np.empty((rows, width), F)
+    for t in range(rows):
+        BACKEND.linear(x[t : t + 1], packed, alone[t : t + 1])
+    assert after[1:-1].tobytes() == alone.tobytes()
+    assert not after[[0, -1]].any()
+    gate, up = np.split(reference(x, weights, bias, None, False), 2, axis=1)
+    np.testing.assert_allclose(alone, gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=1e-6)
+
+
 def test_embed_returns_the_dequantised_rows():
     _, weights, _, _ = case(1, 27, 101)
     packed = BACKEND.pack_linear([weights[:50], weights[50:]], None, "int8")

@@ -10,15 +10,25 @@ from llvmlite import ir
 from deepinfer.gpu_worker.backend import RMSNorm
 from deepinfer.gpu_worker.cpu_backend import CpuBackend
 from deepinfer.gpu_worker.kernels import tile_registers
+from deepinfer.gpu_worker.kernels.int8_tile import ACTIVATION_TAIL
+from deepinfer.gpu_worker.kernels.linear_int8 import multiply_by_vectors
+from deepinfer.gpu_worker.kernels.linear_int8_tiles import multiply_by_tiles
 from deepinfer.gpu_worker.kernels.tile_registers import HAS_TILES, emit_sums
+
+# numba comes after the kernels' settings.
+from numba import njit  # isort: skip
 
 I64 = ir.IntType(64)
 POINTER = ir.IntType(8).as_pointer()
 needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="this machine has no tile registers")
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 2)])
-def test_the_inner_loop_is_one_product_a_pair_of_tiles_and_one_load_a_tile(shape):
+@pytest.mark.parametrize(
+    ("instruction", "shape"),
+    [("tdpbf16ps", (1, 1)), ("tdpbf16ps", (1, 4)), ("tdpbf16ps", (2, 2))]
+    + [("tdpbsud", (1, 2)), ("tdpbsud", (2, 2))],
+)
+def test_the_inner_loop_is_one_product_a_pair_of_tiles_and_one_load_a_tile(instruction, shape):
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
@@ -28,13 +38,15 @@ def test_the_inner_loop_is_one_product_a_pair_of_tiles_and_one_load_a_tile(shape
     x, (*w, fetch) = function.args[:high], function.args[6 - wide - 1 : 6]
     x_stride, w_stride, w_step, steps, asked = function.args[6:]
     emit_sums(
-        builder, shape, "tdpbf16ps", x, x_stride, w, w_stride, w_step, steps, fetch, asked
+        builder, shape, instruction, x, x_stride, w, w_stride, w_step, steps, fetch, asked
     )  # fmt: skip
     builder.ret_void()
     target = llvm.Target.from_triple("x86_64-unknown-linux-gnu")
-    machine = target.create_target_machine(cpu="sapphirerapids", features="+amx-tile,+amx-bf16")
+    machine = target.create_target_machine(
+        cpu="sapphirerapids", features="+amx-tile,+amx-bf16,+amx-int8"
+    )
     assembly = machine.emit_assembly(llvm.parse_assembly(str(module)))
-    assert assembly.count("tdpbf16ps") == high * wide
+    assert assembly.count(instruction) == high * wide
     assert assembly.count("tileloadd") == high + wide
 
 
@@ -108,4 +120,48 @@ def test_a_row_that_is_not_finite_leaves_its_neighbours_alone():
     assert np.isnan(out[20]).all()
     others = np.arange(40) != 20
     assert out[others].tobytes() == expected[others].tobytes()
+    backend.close()
+
+
+@njit
+def multiply_int8(control, tiles, x, w, scales, bias, gated, out, add):
+    if tiles:
+        multiply_by_tiles(control, x, w, scales, bias, gated, out, add)
+    else:
+        multiply_by_vectors(control, x, w, scales, bias, gated, out, add)
+
+
+@needs_tiles
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 31, 32, 33, 48, 49, 70, 129])
+@pytest.mark.parametrize(("depth", "panels"), [(64, 1), (576, 19), (1280, 3)])
+def test_int8_products_are_those_by_vectors_to_the_bit(rows, depth, panels):
+    """For any number of rows, whichever way is the faster for it."""
+    rng = np.random.default_rng(rows)
+    x = rng.integers(-127, 128, (rows, depth)).astype(np.int8)
+    x[0] = 127
+    tail = np.zeros((rows, ACTIVATION_TAIL // 4), np.float32)
+    tail[:, 0] = rng.standard_normal(rows)
+    tail[:, 1] = x.sum(1, dtype=np.int32).view(np.float32)
+    x = np.hstack([x.view(np.uint8), tail.view(np.uint8)])
+    w = rng.integers(1, 256, (panels, depth // 4, 32, 4)).astype(np.uint8)
+    w[:, :, 1] = 255
+    scales, bias = rng.standard_normal((2, panels * 32)).astype(np.float32)
+    backend = CpuBackend(2)
+    for gated, add, missing in (
+        (False, False, 0),
+        (False, True, 0),
+        (False, True, 5),
+        (False, False, 21),
+        (True, False, 0),
+        (True, False, 3),
+    ):
+        width = panels * (16 if gated else 32) - missing
+        before = rng.standard_normal((rows + 2, width)).astype(np.float32)
+        results = [before.copy(), before.copy()]
+        for tiles, guarded in enumerate(results):
+            out = guarded[1:-1]
+            multiply_int8(backend._control, bool(tiles), x, w, scales, bias, gated, out, add)
+        assert results[0].tobytes() == results[1].tobytes()
+        assert (results[1][[0, -1]] == before[[0, -1]]).all()
+        assert (results[1][1:-1] != before[1:-1]).any()
     backend.close()

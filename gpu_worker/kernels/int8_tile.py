@@ -36,8 +36,8 @@ from deepinfer.gpu_worker.kernels.vectors import (
 
 STEP = 16
 """Terms of a sum between two looks at its end; K is padded to a multiple of them."""
-ACTIVATION_TAIL = 2 * 4
-"""Bytes after the values of a row."""
+ACTIVATION_TAIL = 64
+"""Bytes after the values of a row: as many as make the next one begin on a cache line too."""
 
 
 def make_tile(columns: int, lowering: str) -> Any:

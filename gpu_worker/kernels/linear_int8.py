@@ -11,7 +11,8 @@ The integer sum is exact, so every CPU gives the same bits, and a token's result
 its batch. A token with a value that is not finite gives NaN throughout.
 
 Weights [N, K] are packed once, plus 128, into uint8 panels [P][K / 4][COLUMNS][4], K padded to a
-multiple of 64: four k of sixteen columns are 64 bytes, one register of AVX-512 or two of AVX2.
+multiple of 64: four k of sixteen columns are 64 bytes, one register of AVX-512 or two of AVX2, or a
+line of a tile register, which many rows are multiplied by where there are such registers.
 """
 
 # Compiled functions are typed by numba, for the arrays they are called with.
@@ -31,14 +32,19 @@ from deepinfer.gpu_worker.kernels.int8_tile import (
     ACTIVATION_TAIL,
     tile,
 )
+from deepinfer.gpu_worker.kernels.linear_int8_tiles import multiply_by_tiles
 from deepinfer.gpu_worker.kernels.round_int8 import rotate_row, round_row, store_tail
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
+from deepinfer.gpu_worker.kernels.tile_registers import HAS_TILES, cache_lines
 
 MAX_DEPTH = 2**24 // 127 // BLOCK * BLOCK
 """Terms of which a float32 holds the sum of xq exactly, and an int32 that of the products."""
 
 # Activations a unit quantises: some microseconds of work.
 _UNIT_ELEMENTS = 16384
+# Rows from which tile registers are faster for all sizes of matrices; both give the same bits. For
+# fewer the time is that of reading the weights.
+_TILE_ROWS = 64
 
 
 @njit(**JIT)
@@ -112,6 +118,17 @@ def _unit(arguments, unit):
     run_unit(_tile, arguments, unit)
 
 
+@njit(**INNER)
+def multiply_by_vectors(control, x, panels, scales, bias, gated, out, add):
+    """``Backend.linear`` of rows that are rounded already, uint8 [T, K + ACTIVATION_TAIL]."""
+    depth, weights = panels.shape[1] * 4, (panels, scales)
+    arguments, units = planned(control, x, depth, weights, bias, gated, out, add)
+    fork_join(control, _unit, arguments, units)
+
+
+_multiply = multiply_by_tiles if HAS_TILES else multiply_by_vectors
+
+
 @njit(**JIT)
 def linear(control, x, norm, eps, panels, scales, bias, gated, out, add):
     """See ``Backend.linear``; ``norm`` is empty for none, panels are as ``packed``."""
@@ -119,12 +136,14 @@ def linear(control, x, norm, eps, panels, scales, bias, gated, out, add):
     if rows == 0:
         return
     padded = panels.shape[1] * 4
-    quantised = np.empty((rows, padded + ACTIVATION_TAIL), np.uint8)
+    row = padded + ACTIVATION_TAIL
+    quantised = cache_lines(rows * row).reshape((rows, row))
     share = max(1, _UNIT_ELEMENTS // depth)
     fork_join(control, _quantise_rows, (x, norm, eps, quantised, share), -(-rows // share))
-    weights = (panels, scales)
-    arguments, units = planned(control, quantised, padded, weights, bias, gated, out, add)
-    fork_join(control, _unit, arguments, units)
+    if rows < _TILE_ROWS:
+        multiply_by_vectors(control, quantised, panels, scales, bias, gated, out, add)
+    else:
+        _multiply(control, quantised, panels, scales, bias, gated, out, add)
 
 
 def packed(

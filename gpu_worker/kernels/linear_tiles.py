@@ -11,10 +11,11 @@ from deepinfer.gpu_worker.kernels.fork_join import fork_join, num_threads
 from deepinfer.gpu_worker.kernels.settings import INNER
 from deepinfer.gpu_worker.kernels.shares import even_share, going_on, if_float32, write_gated
 from deepinfer.gpu_worker.kernels.tile_registers import (
+    RUN_BYTES,
     TILE,
     begin_tiles,
     end_tiles,
-    make_pair_tiles,
+    make_tiles,
 )
 from deepinfer.gpu_worker.kernels.vectors import (
     LANES,
@@ -36,7 +37,7 @@ _BLOCK_TERMS = 576
 
 # Compiled functions must see it as a global: numba cannot cache one that captures it.
 _SHAPES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
-_tiles = make_pair_tiles(_SHAPES)
+_tiles = make_tiles("tdpbf16ps", _SHAPES, RUN_BYTES)
 
 
 @njit(**INNER)
@@ -113,7 +114,7 @@ def _unit(arguments, unit):
                     target, target_row = direct, out.shape[1]
                     target_at = (begin + top) * target_row + p * LANES
                 _tiles(
-                    x, (begin + top) * depth + k, second,
+                    x, (begin + top) * depth + k, depth, second,
                     panels, p * size + k * LANES, size, terms // TERMS,
                     start, start_at, start_row, target, target_at, target_row,
                     fetch, asked, (tall - 1) * 3 + count // 2,

@@ -22,12 +22,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from deepinfer.gpu_worker.kernels.settings import tiles_are_lent
+from deepinfer.gpu_worker.kernels.settings import INNER, tiles_are_lent
 from deepinfer.gpu_worker.kernels.vectors import (
     I8,
     I64,
@@ -36,6 +34,11 @@ from deepinfer.gpu_worker.kernels.vectors import (
     emit_prefetch,
     index,
 )
+
+# numba comes after the kernels' settings.
+from numba import njit, types  # isort: skip
+from numba.core import cgutils  # isort: skip
+from numba.extending import intrinsic  # isort: skip
 
 TILE = 16
 """Rows, and columns, of a tile of sums."""
@@ -75,6 +78,14 @@ def _call(builder: Any, name: str, *args: Any) -> None:
 
 def _register(number: int) -> ir.Constant:
     return ir.Constant(I8, number)
+
+
+@njit(**INNER)
+def cache_lines(count):
+    """Bytes [count], not initialised, that begin on a cache line: a line of a tile is one."""
+    room = np.empty(count + RUN_BYTES, np.uint8)
+    start = -room.ctypes.data % RUN_BYTES
+    return room[start : start + count]
 
 
 @intrinsic
@@ -181,36 +192,36 @@ def emit_sums(
     builder.position_at_end(after)
 
 
-def make_pair_tiles(shapes: list[tuple[int, int]]) -> Any:
-    """Make an intrinsic that computes ``shapes[shape]`` tiles of bfloat16 products.
+def make_tiles(instruction: str, shapes: list[tuple[int, int]], line: int) -> Any:
+    """Make an intrinsic that computes ``shapes[shape]`` tiles of products by ``instruction``.
 
-    A shape is one or two tiles of rows, and one to four or one or two of panels. The arguments, all
-    offsets and strides in elements:
+    A shape is one or two tiles of rows, and one to four or one or two of columns; ``line`` is the
+    bytes of weights from one line of a tile to the next, and an instruction's 16 lines come before
+    those of the next. The arguments, all offsets and strides in elements:
 
-    - ``x``, ``x_at``, ``second``: activations [T, K], where the first row begins, and how many rows
-      below it the second tile begins.
-    - ``w``, ``w_at``, ``w_panel``, ``steps``: panels (``linear``), where the first begins, the
-      stride between them, and how many times 32 terms are summed.
+    - ``x``, ``x_at``, ``x_row``, ``second``: activations, where the first row begins, the stride
+      between rows, and how many rows below it the second tile begins.
+    - ``w``, ``w_at``, ``w_tile``, ``steps``: weights, where the first tile's begin, the stride
+      between tiles of columns, and how many times 64 bytes of a row are summed.
     - ``start``, ``start_at``, ``start_row``: what the sums begin with, laid out like ``out``; a
-      bias that all rows share has stride 0.
-    - ``out``, ``out_at``, ``out_row``: float32 where the sums go; panels are 16 apart there.
+      row that all share has stride 0.
+    - ``out``, ``out_at``, ``out_row``: where the sums go, float32 or int32; tiles of columns are 16
+      apart there.
     - ``fetch``, ``asked``: weights that should be in the cache next, and how many lines of them to
       ask for at each step.
     """
 
     def codegen(context, builder, signature, args):
-        x, x_at, second, w, w_at, w_panel, steps = args[:7]
-        start, start_at, start_row, out, out_at, out_row, fetch, asked, shape = args[7:]
+        x, x_at, x_row, second, w, w_at, w_tile, steps = args[:8]
+        start, start_at, start_row, out, out_at, out_row, fetch, asked, shape = args[8:]
         kinds = {
-            name: signature.args[i] for name, i in {"x": 0, "w": 3, "start": 7, "out": 10}.items()
+            name: signature.args[i] for name, i in {"x": 0, "w": 4, "start": 8, "out": 11}.items()
         }
 
         def place(name: str, array: Any, at: Any, stride: Any, count: Any) -> Any:
             at = builder.add(at, builder.mul(stride, count))
             pointer = emit_pointer(context, builder, kinds[name], array, at)
             return builder.bitcast(pointer, _POINTER)
-
-        x_row = builder.extract_value(context.make_array(kinds["x"])(context, builder, x).shape, 1)
 
         def emit(n: int) -> None:
             high, wide = shapes[n]
@@ -226,12 +237,12 @@ def make_pair_tiles(shapes: list[tuple[int, int]]) -> Any:
             emit_sums(
                 builder,
                 shapes[n],
-                "tdpbf16ps",
+                instruction,
                 [place("x", x, x_at, x_row, row) for row in rows],
-                builder.mul(x_row, index(2)),
-                [place("w", w, w_at, w_panel, index(c)) for c in range(wide)],
-                index(RUN_BYTES),
-                index(TILE * RUN_BYTES),
+                builder.mul(x_row, index(kinds["x"].dtype.bitwidth // 8)),
+                [place("w", w, w_at, w_tile, index(c)) for c in range(wide)],
+                index(line),
+                index(TILE * line),
                 steps,
                 place("w", w, fetch, index(0), index(0)),
                 asked,
@@ -245,11 +256,12 @@ def make_pair_tiles(shapes: list[tuple[int, int]]) -> Any:
 
     @intrinsic
     def tiles(
-        typingctx, x, x_at, second, w, w_at, w_panel, steps,
+        typingctx, x, x_at, x_row, second, w, w_at, w_tile, steps,
         start, start_at, start_row, out, out_at, out_row, fetch, asked, shape,
     ):  # fmt: skip
         return types.void(
-            x, i64, i64, w, i64, i64, i64, start, i64, i64, out, i64, i64, i64, i64, i64
-        ), codegen
+            x, i64, i64, i64, w, i64, i64, i64,
+            start, i64, i64, out, i64, i64, i64, i64, i64,
+        ), codegen  # fmt: skip
 
     return tiles

@@ -3,7 +3,7 @@
 LLVM lowers ``<16 x float>`` to two AVX2 registers or one of AVX-512. Every operation is exact IEEE
 lane by lane, and the two that cross lanes (``sum16``, ``max_of16``) use a fixed tree, so results
 are the same on either. Arrays are addressed by a flat offset in elements; a uint16 array holds
-bfloat16, and an int8 array integers.
+bfloat16, and an int8 or int32 array integers.
 """
 
 # Compiled functions are typed by numba, for the arrays they are called with.
@@ -78,6 +78,9 @@ def emit_load(builder: Any, pointer: Any, element: Any) -> Any:
     if element == types.int8:
         integers = builder.load(builder.bitcast(pointer, VECTOR_I8.as_pointer()), align=1)
         return builder.sitofp(builder.sext(integers, VECTOR_I32), VECTOR)
+    if element == types.int32:
+        integers = builder.load(builder.bitcast(pointer, VECTOR_I32.as_pointer()), align=4)
+        return builder.sitofp(integers, VECTOR)
     bits = builder.load(builder.bitcast(pointer, VECTOR_I16.as_pointer()), align=2)
     bits = builder.shl(builder.zext(bits, VECTOR_I32), same_int(16))
     return builder.bitcast(bits, VECTOR)
