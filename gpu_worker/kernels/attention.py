@@ -13,7 +13,9 @@ a matrix product takes, which then serves all of them out of the L1 and L2 cache
 
 Both products have float32 operands where the cache is float32 or the machine cannot multiply pairs
 of bfloat16. Elsewhere queries and weights are rounded to bfloat16, as cached numbers are or, from
-int8, become without loss; sums, peaks and the softmax are float32 in any case.
+int8, become without loss; sums, peaks and the softmax are float32 in any case. Where there are tile
+registers, tiles of many queries are multiplied by them, and tiles of few by multiply-adds that give
+the same bits (``attention_runs``).
 """
 
 # Compiled functions are typed by numba, for the arrays they are called with.
@@ -28,15 +30,23 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from deepinfer.gpu_worker.kernels.attention_tiles import (
-    DIRECT_PANELS,
-    NEAR_PANELS,
-    direct_scores,
-    direct_values,
-    near_tiles,
+from deepinfer.gpu_worker.kernels.attention_near import (
+    near_product,
     store_rounded16,
     store_two,
     weigh32,
+)
+from deepinfer.gpu_worker.kernels.attention_runs import (
+    begin_runs,
+    end_runs,
+    factors_of,
+    fill_factors,
+    run_terms,
+)
+from deepinfer.gpu_worker.kernels.attention_tiles import (
+    direct_panels,
+    direct_scores,
+    direct_values,
 )
 from deepinfer.gpu_worker.kernels.attention_units import (
     DIRECT_ROWS,
@@ -49,7 +59,6 @@ from deepinfer.gpu_worker.kernels.attention_units import (
     TOKEN,
     TOKENS,
     WIDE,
-    part_of,
     plan_tiles,
     plan_units,
     span_of,
@@ -87,7 +96,7 @@ def _direct_sums(weights, w_at, stride, values, shift, places, count, out, o_at,
     On the way the following keys are asked for: ``soon`` is all that ``direct_values`` is told
     of them.
     """
-    panels = DIRECT_PANELS[rows - 1]
+    panels = direct_panels(weights, rows)
     keys, blocks, block_stride, block_shift, size, asked = soon
     column = 0
     while column < width:
@@ -142,35 +151,6 @@ def _values_apart(
                 weights, r * stride, stride, values, shift, own, count + count % 2,
                 part, part_at + r * width, width, soon, min(DIRECT_ROWS, end - r),
             )  # fmt: skip
-
-
-@njit(**INNER)
-def _near_product(
-    x, x_row, w, w_at, panel, panels, count, out, out_at, out_row, rows, share, seen, over_keys
-):
-    """``rows`` rows of ``x`` times panels of ``w`` that are ready, ``panel`` elements each.
-
-    The first token sees ``seen`` keys, each later one one more. Keys are what the sum runs over, or
-    else the columns of ``w``; those that no row of a block sees may be left out.
-    """
-    blocks = -(-rows // DIRECT_ROWS)
-    parts = -(-panels // NEAR_PANELS)
-    p = 0
-    for i in range(parts):
-        many = part_of(panels, parts, i)
-        row = 0
-        for block in range(blocks):
-            size = part_of(rows, blocks, block)
-            last = max(0, seen + (row + size - 1) // share)
-            if over_keys or last > p * LANES:
-                terms = min(count, last + last % 2) if over_keys else count
-                near_tiles(
-                    x, row * x_row, x_row, w, w_at + p * panel, panel, terms,
-                    out, out_at + row * out_row + p * LANES, out_row,
-                    (many - 1) * DIRECT_ROWS + size - 1,
-                )  # fmt: skip
-            row += size
-        p += many
 
 
 @njit(**INNER)
@@ -382,8 +362,8 @@ def _softmax(
 
 
 @njit(**INNER)
-def _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries, at):
-    """Write the tile's queries of a key/value head, [rows, dim], from ``at`` on.
+def _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries, at, stride):
+    """Write the tile's queries of a key/value head, [rows, dim], ``stride`` apart, from ``at`` on.
 
     Row r is head r % share of a token. With log2(e) in the scale, weights are powers of 2.
     """
@@ -393,10 +373,10 @@ def _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries, at):
     for r in range(rows):
         given = (token + r // share) * qkv.shape[1] + (kv_head * share + r % share) * dim
         for i in range(0, whole, LANES):
-            store16(queries, at + r * dim + i, mul16(load16(qkv, given + i), factors))
+            store16(queries, at + r * stride + i, mul16(load16(qkv, given + i), factors))
         for i in range(whole, dim):
             value = load_scalar(qkv, given + i) * factor
-            store_scalar(queries, at + r * dim + i, value)
+            store_scalar(queries, at + r * stride + i, value)
 
 
 @njit(**INNER)
@@ -443,16 +423,20 @@ def _direct_unit(arguments, unit, following):
     each = rows * stride + 2 * size
     floats = np.empty(heads * each + 2 * stride, np.float32)
     columns = floats[heads * each :]
-    rounded = np.empty(rows * (heads * dim + stride), operands.dtype)
-    weights = rounded[rows * heads * dim :]
+    queries_size = heads * rows * dim
+    rounded = np.empty(queries_size + rows * stride, operands.dtype)
+    weights = rounded[queries_size:]
+    factors = factors_of(rounded)
+    weight_factors = factors[queries_size:]
     for h in range(heads):
         _clear(floats, h * each, rows, width)
         _scaled_queries(
-            qkv, token, rows, share, first_head + h, dim, scale, rounded, h * rows * dim
+            qkv, token, rows, share, first_head + h, dim, scale, rounded, h * rows * dim, dim
         )  # fmt: skip
+    fill_factors(factors, rounded, 0, queries_size)
 
     position = positions[token]
-    step = DIRECT_PANELS[rows - 1]
+    step = direct_panels(factors, rows)
     end = min(unit[LAST] * span, position + tokens)
     for base in range(unit[FIRST] * span, end, span):
         count = min(span, position + tokens - base)
@@ -464,7 +448,7 @@ def _direct_unit(arguments, unit, following):
         for g in range(0, found, step):
             for h in range(heads):
                 direct_scores(
-                    rounded, h * rows * dim, dim, keys, k_begin + h * groups * dim * LANES,
+                    factors, h * rows * dim, dim, keys, k_begin + h * groups * dim * LANES,
                     table, length, g, floats, h * each + 2 * size, stride,
                     values, blocks, v_stride, v_begin, v_size, v_asked, rows,
                 )  # fmt: skip
@@ -480,18 +464,20 @@ def _direct_unit(arguments, unit, following):
                 floats, part + size, weights, stride, position, tokens, share, base, count, window,
                 floats, part, width, scaled, columns,
             )  # fmt: skip
+            for r in range(rows):
+                fill_factors(weight_factors, weights, r * stride, count + count % 2)
             v_shift = v_begin + h * block_size * width
             soon = (keys, blocks, k_stride, k_begin, k_size, k_asked)
             _direct_sums(
-                weights, 0, stride, values, v_shift, places, count + count % 2, floats, part,
+                weight_factors, 0, stride, values, v_shift, places, count + count % 2, floats, part,
                 width, soon, rows,
             )  # fmt: skip
             k_asked += count * width
             partly = window > 0 or base + count > position + 1
             if partly and not _finite(floats, part, rows * width):
                 _values_apart(
-                    weights, stride, values, v_shift, places, position, tokens, share, base, count,
-                    window, floats, part, width, soon,
+                    weight_factors, stride, values, v_shift, places, position, tokens, share, base,
+                    count, window, floats, part, width, soon,
                 )  # fmt: skip
             if unit[PART] >= 0:
                 index = unit[PART] + base // span - unit[FIRST]
@@ -525,17 +511,19 @@ def _wide_unit(arguments, unit):
     table = np.empty((2, length), np.int64)
     places = np.empty(span + 1, np.int64)
     columns = np.empty(2 * stride, np.float32)
-    queries = np.empty(rows * dim, operands.dtype)
+    run = run_terms(operands)
+    deep = -(-dim // run) * run
+    queries = np.zeros((rows, deep), operands.dtype)
     scores = np.empty(rows * stride, np.float32)
-    weights = np.empty(rows * stride, operands.dtype)
-    key_panel = dim * LANES
-    value_panel = (span + span % 2) * LANES
+    weights = np.empty((rows, stride), operands.dtype)
+    key_panel = deep * LANES
+    value_panel = -(-span // run) * run * LANES
     near = np.empty(max(length * key_panel, width // LANES * value_panel), operands.dtype)
     part = np.empty(_state_size(rows, width), np.float32)
     state = np.empty(_state_size(rows, width), np.float32)
     _clear(part, 0, rows, width)
     _clear(state, 0, rows, width)
-    _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries, 0)
+    _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries, 0, deep)
 
     position = positions[token]
     end = position + tokens
@@ -548,21 +536,21 @@ def _wide_unit(arguments, unit):
             keys, values, block_tables, slot, base, count, block_size, table, places
         )  # fmt: skip
         for g in range(found):
-            for i in range(0, key_panel, 2 * LANES):
+            for i in range(0, dim * LANES, 2 * LANES):
                 at = table[0, g] + k_shift + i
                 store_two(near, g * key_panel + i, keys, at, at + LANES)
+            near[g * key_panel + dim * LANES : (g + 1) * key_panel] = 0
         if block_size % LANES == 0:
-            _near_product(
-                queries, dim, near, 0, key_panel, found, dim, scores, 0, stride, rows, share, seen,
-                False,
+            near_product(
+                queries, near, 0, key_panel, found, dim, scores, 0, stride, share, seen, False
             )  # fmt: skip
         else:
             # In ascending order: a group's scores overwrite what the one before has too many.
             for g in range(found):
                 place = table[1, g]
-                _near_product(
-                    queries, dim, near, g * key_panel, key_panel, 1, dim, scores, place, stride,
-                    rows, share, seen - place, False,
+                near_product(
+                    queries, near, g * key_panel, key_panel, 1, dim, scores, place, stride,
+                    share, seen - place, False,
                 )  # fmt: skip
         if scaled:
             _load_scales(scales, block_tables, slot, base, count, block_size, kv_head, columns)
@@ -575,14 +563,19 @@ def _wide_unit(arguments, unit):
             for i in range(0, width, LANES):
                 at = i // LANES * value_panel + k * LANES
                 store_two(near, at, values, first + i, second + i)
-        _near_product(
-            weights, stride, near, 0, value_panel, width // LANES, count + count % 2, part, 0,
-            width, rows, share, seen, True,
+        taken = -(-count // run) * run
+        for at in range(0, width // LANES * value_panel, value_panel):
+            near[at + (count + count % 2) * LANES : at + taken * LANES] = 0
+        near_product(
+            weights, near, 0, value_panel, width // LANES, count + count % 2, part, 0,
+            width, share, seen, True,
         )  # fmt: skip
         partly = window > 0 or base + count > position + 1
         if partly and not _finite(part, 0, rows * width):
+            factors = factors_of(weights)
+            fill_factors(factors, weights, 0, rows * stride)
             _values_apart(
-                weights, stride, values, v_shift, places, position, tokens, share, base, count,
+                factors, stride, values, v_shift, places, position, tokens, share, base, count,
                 window, part, 0, width, (keys, table[0], 1, k_shift, key_panel, 0),
             )  # fmt: skip
         _merge(state, 0, part, 0, rows, width)
@@ -596,24 +589,28 @@ def _attention_unit(arguments, number):
     # Late tiles see the most keys: they go first, so that no thread ends alone with a long one.
     index = units.shape[0] - 1 - number
     unit = units[index]
+    mode = begin_runs(arguments[12])
     if unit[WIDE]:
         _wide_unit(arguments, unit)
     else:
         _direct_unit(arguments, unit, units[max(0, index - threads)])
+    end_runs(arguments[12], mode)
 
 
 @njit(**INNER)
 def _merge_unit(arguments, number):
     """Merge the parts of a tile that was split, for one key/value head."""
-    parts, split, width, kv_heads, share, dim, out = arguments
+    parts, split, width, kv_heads, share, dim, operands, out = arguments
     unit = split[number // kv_heads]
     kv_head = number % kv_heads
     rows = unit[TOKENS] * share
     state = np.empty(_state_size(rows, width), np.float32)
+    mode = begin_runs(operands)
     _clear(state, 0, rows, width)
     for index in range(unit[PART], unit[PART] + unit[LAST] - unit[FIRST]):
         _merge(state, 0, parts[index * kv_heads + kv_head], 0, rows, width)
     _write(state, 0, rows, width, share, dim, out, unit[TOKEN], kv_head * share)
+    end_runs(operands, mode)
 
 
 def _operands(keys: Any) -> Any:
@@ -645,7 +642,7 @@ def attention_by(
     )  # fmt: skip
     fork_join(control, _attention_unit, (arguments, threads), units.shape[0])
     if split.shape[0]:
-        merging = (parts, split, width, kv_heads, share, dim, out)
+        merging = (parts, split, width, kv_heads, share, dim, operands, out)
         fork_join(control, _merge_unit, merging, split.shape[0] * kv_heads)
 
 

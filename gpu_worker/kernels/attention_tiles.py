@@ -6,7 +6,8 @@ so its places come from a table.
 
 The other side, queries or weights, decides how a product is computed. Where it is float32, cached
 numbers are widened and take a multiply-add each. Where it is bfloat16, two rows of cached numbers,
-neighbours along the sum, become sixteen pairs for ``emit_dot``.
+neighbours along the sum, become sixteen pairs for ``emit_dot``. Where it is factors, cached numbers
+are widened as well, and their sums have the bits of a tile register's (``attention_runs``).
 """
 
 # Compiled functions are typed by numba, for the arrays they are called with.
@@ -14,21 +15,24 @@ neighbours along the sum, become sixteen pairs for ``emit_dot``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
+from deepinfer.gpu_worker.kernels.attention_runs import emit_runs, emit_upper, emit_widened
 from deepinfer.gpu_worker.kernels.attention_units import DIRECT_ROWS
 from deepinfer.gpu_worker.kernels.micro_kernel import (
     WIDE_REGISTERS,
     emit_dot,
-    emit_rounded,
     emit_splat_pair,
-    make_near_tiles,
+    emit_widened_pairs,
 )
+from deepinfer.gpu_worker.kernels.settings import INNER
 from deepinfer.gpu_worker.kernels.vectors import (
+    F32,
     I32,
     I64,
     LANES,
@@ -36,14 +40,11 @@ from deepinfer.gpu_worker.kernels.vectors import (
     VECTOR_I16,
     VECTOR_I32,
     emit_choice,
-    emit_coarse_exp2,
-    emit_exp2,
     emit_fma,
     emit_load,
     emit_pointer,
     emit_prefetch,
     emit_splat,
-    float32x16,
     index,
     same,
     same_int,
@@ -52,6 +53,19 @@ from deepinfer.gpu_worker.kernels.vectors import (
 # Lane groups or panels that tiles of 1 to 6 rows take at once. Eight or more independent sums hide
 # the latency of a multiply-add; twelve fill the registers of AVX2, twenty-four those of AVX-512.
 DIRECT_PANELS = (4, 4, 4, 4, 4, 4) if WIDE_REGISTERS else (4, 2, 1, 1, 1, 1)
+# In runs a sum takes two registers while it is added up.
+RUN_PANELS = (4, 4, 2, 2, 2, 2)
+
+
+def direct_panels(factors: Any, rows: Any) -> Any:
+    """How many a tile of ``rows`` rows takes at once, where it has ``factors``; an overload."""
+
+
+@overload(direct_panels, jit_options={**INNER})
+def _direct_panels_of(factors, rows):
+    if factors.dtype == types.uint32:
+        return lambda factors, rows: RUN_PANELS[rows - 1]
+    return lambda factors, rows: DIRECT_PANELS[rows - 1]
 
 
 class _Ahead:
@@ -85,14 +99,14 @@ class _Ahead:
         beyond = self._builder.icmp_signed(">", block, self._last)
         return self._builder.select(beyond, self._last, block)
 
-    def ask(self, block: Any, within: Any) -> list[Any]:
-        """Ask for the lines of a step; return block and place of the next."""
+    def ask(self, block: Any, within: Any, steps: int = 1) -> list[Any]:
+        """Ask for the lines of some steps; return block and place of the next."""
         builder = self._builder
         number = builder.load(builder.gep(self._blocks, [block]))
         at = builder.add(builder.mul(number, self._stride), within)
-        for i in range(0, self._elements, self._line):
+        for i in range(0, steps * self._elements, self._line):
             emit_prefetch(builder, builder.gep(self._cached, [builder.add(at, index(i))]), level=2)
-        within = builder.add(within, index(self._elements))
+        within = builder.add(within, index(steps * self._elements))
         over = builder.icmp_signed(">=", within, self._size)
         following = self._in_range(builder.add(block, index(1)))
         return [
@@ -142,7 +156,7 @@ def emit_paired(builder: Any, first: Any, second: Any, element: Any) -> Any:
         builder.load(builder.bitcast(pointer, VECTOR_I16.as_pointer()), align=2)
         for pointer in (first, second)
     ]
-    return builder.bitcast(_emit_shuffle(builder, *halves, _INTERLEAVED), VECTOR_I32)
+    return builder.bitcast(emit_shuffle(builder, *halves, _INTERLEAVED), VECTOR_I32)
 
 
 # Two rows of 16 as pairs.
@@ -158,10 +172,13 @@ _REPACKED = [
     [4 * (2 * half + q // 2) + i + q % 2 * LANES for q in range(4) for i in range(4)]
     for half in range(2)
 ]
+# Even and odd columns of 32 back to columns 0-15 and 16-31.
+_MERGED = [[half * 8 + i // 2 + i % 2 * LANES for i in range(LANES)] for half in range(2)]
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
-def _emit_shuffle(builder: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+def emit_shuffle(builder: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+    """The lanes of these numbers of two vectors behind one another."""
     mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
     return builder.shuffle_vector(x, y, mask)
 
@@ -171,7 +188,12 @@ def _emit_key_pairs(builder: Any, pointer: Any, element: Any) -> Any:
     if element == types.int8:
         return emit_paired(builder, pointer, builder.gep(pointer, [index(LANES)]), element)
     both = builder.load(builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
-    return builder.bitcast(_emit_shuffle(builder, both, both, _INTERLEAVED), VECTOR_I32)
+    return builder.bitcast(emit_shuffle(builder, both, both, _INTERLEAVED), VECTOR_I32)
+
+
+def _splits(panels: int, element: Any) -> bool:
+    """Whether 32 values are taken as even and odd columns, which need no permutation each."""
+    return bool(element == types.uint16) and panels % 2 == 0
 
 
 def _unpacks(panels: int, element: Any) -> bool:
@@ -196,7 +218,7 @@ def _emit_value_pairs(
             builder.load(builder.bitcast(place, _HALVES.as_pointer()), align=2) for place in places
         )
         for lanes in _UNPACKED:
-            pairs.append(builder.bitcast(_emit_shuffle(builder, x, y, lanes), VECTOR_I32))
+            pairs.append(builder.bitcast(emit_shuffle(builder, x, y, lanes), VECTOR_I32))
     return pairs
 
 
@@ -210,6 +232,22 @@ def _add_floats(
         for c, weight in enumerate(loaded):
             i = r * len(loaded) + c
             sums[i] = emit_fma(builder, value, weight, sums[i])
+    return sums
+
+
+def _add_vectors(
+    builder: Any, values: list[Any], vectors: Iterable[Any], sums: list[Any]
+) -> list[Any]:
+    """``sums[r, c] += values[r] * vectors[c]``, values given by their addresses, as uint32."""
+    splats = [
+        emit_splat(builder, builder.load(builder.bitcast(pointer, F32.as_pointer())))
+        for pointer in values
+    ]
+    panels = len(sums) // len(values)
+    for c, vector in enumerate(vectors):
+        for r, value in enumerate(splats):
+            i = r * panels + c
+            sums[i] = emit_fma(builder, value, vector, sums[i])
     return sums
 
 
@@ -267,8 +305,22 @@ def _emit_scores(
             )
         return sums
 
+    def step_in_run(k: Any, even: list[Any], odd: list[Any]) -> tuple[list[Any], list[Any]]:
+        at = builder.mul(k, index(LANES))
+        here = [builder.gep(pointer, [at]) for pointer in places]
+        done = []
+        for u, sums in enumerate((even, odd)):
+            values = [builder.gep(pointer, [builder.add(k, index(u))]) for pointer in lines]
+            vectors = (emit_widened(builder, pointer, k_type.dtype, u, upper) for pointer in here)
+            done.append(_add_vectors(builder, values, vectors, sums))
+        return done[0], done[1]
+
     ahead = _Ahead(context, builder, signature, args, 11, 2 * LANES * groups)
-    sums = _sum(builder, dim, rows * groups, step, ahead)
+    if q_type.dtype == types.uint32:
+        upper = emit_upper(builder)
+        sums = emit_runs(builder, dim, rows * groups, step_in_run, ahead, rows <= 3)
+    else:
+        sums = _sum(builder, dim, rows * groups, step, ahead)
     # Group by group: where blocks are short the next one's scores overwrite this one's excess.
     for c in range(groups):
         for r in range(rows):
@@ -283,7 +335,7 @@ def direct_scores(
     typingctx, queries, q_at, dim, keys, k_shift, table, length, first, scores, s_at, stride,
     values, blocks, block_stride, block_shift, size, asked, rows,
 ):  # fmt: skip
-    """Scores of ``rows`` queries against ``DIRECT_PANELS[rows - 1]`` lane groups of keys.
+    """Scores of ``rows`` queries against ``direct_panels`` lane groups of keys.
 
     ``queries`` [rows, dim], dim even, from ``q_at`` on. ``table`` [2, n] int64 gives for each group
     where its keys [dim, 16] begin, ``k_shift`` to be added, and where its scores go; the groups are
@@ -293,8 +345,9 @@ def direct_scores(
 
     def codegen(context, builder, signature, args):
         def emit(n: int) -> None:
-            _emit_scores(context, builder, signature, args, n + 1, DIRECT_PANELS[n])
+            _emit_scores(context, builder, signature, args, n + 1, panels[n])
 
+        panels = RUN_PANELS if signature.args[0].dtype == types.uint32 else DIRECT_PANELS
         emit_choice(builder, builder.sub(args[17], index(1)), DIRECT_ROWS, emit)
         return context.get_dummy_value()
 
@@ -312,7 +365,8 @@ def _emit_weighted(
         weights, w_at, stride, values, shift, places, count, column, out, o_at, width, *_
     ) = args  # fmt: skip
     w_type, v_type, p_type, o_type = (signature.args[i] for i in (0, 3, 5, 8))
-    paired = w_type.dtype != types.float32
+    paired = w_type.dtype == types.uint16
+    in_runs = w_type.dtype == types.uint32
 
     def weights_of(r: int) -> Any:
         at = builder.add(w_at, builder.mul(stride, index(r)))
@@ -344,12 +398,39 @@ def _emit_weighted(
             )
         return sums
 
+    def step_in_run(k: Any, even: list[Any], odd: list[Any]) -> tuple[list[Any], list[Any]]:
+        done = []
+        for u, sums in enumerate((even, odd)):
+            now = builder.add(k, index(u))
+            value = builder.gep(base, [builder.load(builder.gep(where, [now]))])
+            if _splits(panels, v_type.dtype):
+                vectors = []
+                for c in range(0, panels, 2):
+                    place = builder.gep(value, [index(LANES * c)])
+                    place = builder.bitcast(place, VECTOR_I32.as_pointer())
+                    vectors += emit_widened_pairs(builder, builder.load(place, align=2))
+            else:
+                vectors = [
+                    emit_load(builder, builder.gep(value, [index(LANES * c)]), v_type.dtype)
+                    for c in range(panels)
+                ]
+            places = [builder.gep(pointer, [now]) for pointer in lines]
+            done.append(_add_vectors(builder, places, vectors, sums))
+        return done[0], done[1]
+
     ahead = _Ahead(context, builder, signature, args, 11, 2 * LANES * panels)
-    sums = _sum(builder, count, rows * panels, step, ahead)
+    if in_runs:
+        sums = emit_runs(builder, count, rows * panels, step_in_run, ahead, rows <= 3)
+    else:
+        sums = _sum(builder, count, rows * panels, step, ahead)
     if paired and _unpacks(panels, v_type.dtype):
         for i in range(0, len(sums), 2):
             x, y = sums[i : i + 2]
-            sums[i : i + 2] = [_emit_shuffle(builder, x, y, lanes) for lanes in _REPACKED]
+            sums[i : i + 2] = [emit_shuffle(builder, x, y, lanes) for lanes in _REPACKED]
+    if in_runs and _splits(panels, v_type.dtype):
+        for i in range(0, len(sums), 2):
+            x, y = sums[i : i + 2]
+            sums[i : i + 2] = [emit_shuffle(builder, x, y, lanes) for lanes in _MERGED]
     for r in range(rows):
         for c in range(panels):
             at = builder.add(builder.mul(width, index(r)), index(LANES * c))
@@ -364,7 +445,7 @@ def direct_values(
     typingctx, weights, w_at, stride, values, shift, places, count, column, out, o_at, width,
     keys, blocks, block_stride, block_shift, size, asked, shape,
 ):  # fmt: skip
-    """Weighted sums of 16 columns of values, times ``DIRECT_PANELS`` of the rows or times one.
+    """Weighted sums of 16 columns of values, times ``direct_panels`` or times one.
 
     The rows are ``shape + 1``; from 6 on ``shape - 5``, and the columns 16. ``weights`` row r
     begins at ``w_at + r * stride``; value k, of ``count`` (even), begins at ``places[k] + shift``,
@@ -375,9 +456,10 @@ def direct_values(
 
     def codegen(context, builder, signature, args):
         def emit(n: int) -> None:
-            panels = DIRECT_PANELS[n] if n < DIRECT_ROWS else 1
+            panels = many[n] if n < DIRECT_ROWS else 1
             _emit_weighted(context, builder, signature, args, n % DIRECT_ROWS + 1, panels)
 
+        many = RUN_PANELS if signature.args[0].dtype == types.uint32 else DIRECT_PANELS
         emit_choice(builder, args[17], 2 * DIRECT_ROWS, emit)
         return context.get_dummy_value()
 
@@ -386,90 +468,3 @@ def direct_values(
         weights, i64, i64, values, i64, places, i64, i64, out, i64, i64,
         keys, blocks, i64, i64, i64, i64, i64,
     ), codegen  # fmt: skip
-
-
-@intrinsic
-def store_two(typingctx, near, offset, cached, first, second):
-    """Write vectors ``first`` and ``second`` of a cache to ``near``, ready for a product.
-
-    A float32 ``near`` gets one after the other, one of bfloat16 sixteen pairs.
-    """
-
-    def codegen(context, builder, signature, args):
-        near_type, _, cached_type, *_ = signature.args
-        target = emit_pointer(context, builder, near_type, args[0], args[1])
-        pointers = [
-            emit_pointer(context, builder, cached_type, args[2], offset) for offset in args[3:]
-        ]
-        if near_type.dtype == types.float32:
-            for u, pointer in enumerate(pointers):
-                value = emit_load(builder, pointer, cached_type.dtype)
-                place = builder.gep(target, [index(u * LANES)])
-                builder.store(value, builder.bitcast(place, VECTOR.as_pointer()), align=4)
-        else:
-            pairs = emit_paired(builder, *pointers, cached_type.dtype)
-            builder.store(pairs, builder.bitcast(target, VECTOR_I32.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(near, i64, cached, i64, i64), codegen
-
-
-@intrinsic
-def store_rounded16(typingctx, array, offset, value):
-    """Write to elements ``offset`` to ``offset + 15``, float32 or by ``emit_rounded``."""
-
-    def codegen(context, builder, signature, args):
-        array_type = signature.args[0]
-        pointer = emit_pointer(context, builder, array_type, args[0], args[1])
-        if array_type.dtype == types.float32:
-            builder.store(args[2], builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
-        else:
-            half = emit_rounded(builder, args[2])
-            builder.store(half, builder.bitcast(pointer, VECTOR_I16.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, float32x16), codegen
-
-
-_ONES = same_int(0x3F803F80)
-
-
-@intrinsic
-def weigh32(typingctx, scores, at, peak, weights, offset, total):
-    """Write 2 to the power of 32 scores from ``at`` on, less ``peak``; return their sums' total.
-
-    The total is that of the weights as they are written, rounded.
-    """
-
-    def codegen(context, builder, signature, args):
-        scores, at, peak, weights, offset, total = args
-        s_type, w_type = signature.args[0], signature.args[3]
-        differences = []
-        for u in range(2):
-            place = builder.add(at, index(u * LANES))
-            pointer = emit_pointer(context, builder, s_type, scores, place)
-            differences.append(builder.fsub(emit_load(builder, pointer, s_type.dtype), peak))
-        target = emit_pointer(context, builder, w_type, weights, offset)
-        if w_type.dtype == types.float32:
-            for u, difference in enumerate(differences):
-                weight = emit_exp2(builder, difference)
-                place = builder.gep(target, [index(u * LANES)])
-                builder.store(weight, builder.bitcast(place, VECTOR.as_pointer()), align=4)
-                total = builder.fadd(total, weight)
-            return total
-        halves = [
-            emit_rounded(builder, emit_coarse_exp2(builder, difference))
-            for difference in differences
-        ]
-        both = _emit_shuffle(builder, *halves, list(range(2 * LANES)))
-        builder.store(both, builder.bitcast(target, both.type.as_pointer()), align=2)
-        return emit_dot(builder, total, builder.bitcast(both, VECTOR_I32), _ONES)
-
-    i64 = types.int64
-    return float32x16(scores, i64, float32x16, weights, i64, float32x16), codegen
-
-
-# Of cached numbers that ``store_two`` has made ready.
-NEAR_PANELS = 4 if WIDE_REGISTERS else 1
-near_tiles = make_near_tiles([(r, p + 1) for p in range(NEAR_PANELS) for r in range(1, 7)])

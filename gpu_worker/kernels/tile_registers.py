@@ -204,7 +204,7 @@ def make_tiles(instruction: str, shapes: list[tuple[int, int]], line: int) -> An
     - ``w``, ``w_at``, ``w_tile``, ``steps``: weights, where the first tile's begin, the stride
       between tiles of columns, and how many times 64 bytes of a row are summed.
     - ``start``, ``start_at``, ``start_row``: what the sums begin with, laid out like ``out``; a
-      row that all share has stride 0.
+      row that all share has stride 0. Where ``start`` is None they begin at 0.
     - ``out``, ``out_at``, ``out_row``: where the sums go, float32 or int32; tiles of columns are 16
       apart there.
     - ``fetch``, ``asked``: weights that should be in the cache next, and how many lines of them to
@@ -233,7 +233,11 @@ def make_tiles(instruction: str, shapes: list[tuple[int, int]], line: int) -> An
                     here = place(name, array, builder.add(at, index(TILE * c)), stride, rows[r])
                     _call(builder, call, _register(i), here, builder.mul(stride, index(4)))
 
-            sums("start", start, start_at, start_row, "tileloadd64")
+            if kinds["start"] == types.none:
+                for i in range(len(cells)):
+                    _call(builder, "tilezero", _register(i))
+            else:
+                sums("start", start, start_at, start_row, "tileloadd64")
             emit_sums(
                 builder,
                 shapes[n],
