@@ -170,22 +170,16 @@ def measure_peaks(team: ThreadTeam) -> Peaks:
         (duration,) = best_of(lambda i: loop(control, _ROUNDS, out, units))
         return vectors * 2 * products / duration
 
-    def tile_rate(terms: int) -> float:
-        """The same of tile registers, with so many terms of each sum in an instruction.
-
-        Those of bytes take as long as those of bfloat16.
-        """
-        (duration,) = best_of(lambda i: _tile_products(control, _TILE_ROUNDS, units))
-        return units * _TILE_ROUNDS * 4 * 2 * TILE * TILE * terms / duration
-
     float32 = rate(_multiply_adds, LANES)
-    bfloat16 = rate(_bfloat16_dots, 2 * LANES) if HAS_BF16_DOT else float32
-    int8 = rate(_int8_dots, 4 * LANES) if HOST == "vnni" else float32
-    operations = {
-        "float32": float32,
-        "bfloat16": tile_rate(2 * LANES) if HAS_TILES else bfloat16,
-        "int8": tile_rate(4 * LANES) if HAS_TILES else int8,
-    }
+    if HAS_TILES:
+        # Of bytes an instruction takes twice as many as of bfloat16, and as long.
+        (duration,) = best_of(lambda i: _tile_products(control, _TILE_ROUNDS, units))
+        bfloat16 = units * _TILE_ROUNDS * 4 * TILE * TILE * 2 * (2 * LANES) / duration
+        int8 = 2 * bfloat16
+    else:
+        bfloat16 = rate(_bfloat16_dots, 2 * LANES) if HAS_BF16_DOT else float32
+        int8 = rate(_int8_dots, 4 * LANES) if HOST == "vnni" else float32
+    operations = {"float32": float32, "bfloat16": bfloat16, "int8": int8}
     data = np.ones(COLD_BYTES // 4, np.float32)
     pieces = len(data) // _UNIT_FLOATS
     (duration,) = best_of(lambda i: _read_all(control, data, _UNIT_FLOATS, out, pieces))

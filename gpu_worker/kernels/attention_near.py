@@ -26,11 +26,10 @@ from deepinfer.gpu_worker.kernels.micro_kernel import (
 from deepinfer.gpu_worker.kernels.settings import INNER
 from deepinfer.gpu_worker.kernels.tile_registers import (
     HAS_TILES,
-    RUN_BYTES,
     TILE,
     begin_tiles,
     end_tiles,
-    make_tiles,
+    pair_tiles,
 )
 from deepinfer.gpu_worker.kernels.vectors import (
     LANES,
@@ -49,7 +48,6 @@ from deepinfer.gpu_worker.kernels.vectors import (
 # Compiled functions must see them as globals: numba cannot cache one that captures them.
 _NEAR_PANELS = 4 if WIDE_REGISTERS else 1
 _near_tiles = make_near_tiles([(r, p + 1) for p in range(_NEAR_PANELS) for r in range(1, 7)])
-_pair_tiles = make_tiles("tdpbf16ps", [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)], RUN_BYTES)
 
 
 def near_product(
@@ -121,7 +119,7 @@ def _product_by_tiles(
         while p < columns:
             left = columns - p
             wide = 4 if left >= 4 and tall == 1 else 2 if left >= 2 else 1
-            _pair_tiles(
+            pair_tiles(
                 x, top * x_row, x_row, end - TILE - top, w, w_at + p * panel, panel,
                 -(-terms // run_terms(x)), None, 0, 0,
                 out, out_at + top * out_row + p * LANES, out_row, 0, 0, (tall - 1) * 3 + wide // 2,

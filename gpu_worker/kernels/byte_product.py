@@ -18,7 +18,7 @@ from numba import njit
 from deepinfer.gpu_worker.kernels.byte_dot import HOST
 from deepinfer.gpu_worker.kernels.fork_join import num_threads
 from deepinfer.gpu_worker.kernels.settings import INNER
-from deepinfer.gpu_worker.kernels.shares import even_share, going_on, write_gated
+from deepinfer.gpu_worker.kernels.shares import even_share, part_of_unit, write_gated
 from deepinfer.gpu_worker.kernels.vectors import LANES, emit_choice, index
 
 ROWS = 6
@@ -58,15 +58,9 @@ def run_unit(tile, arguments, unit):
     panels = weights[0]
     num_panels = panels.shape[0]
     size = panels.size // num_panels
-    shares = -(-num_panels // width)
-    units = shares * -(-x.shape[0] // chunk)
-    unit = going_on(unit, units, threads)
-    if unit >= units:
+    first, last, begin, rows = part_of_unit(unit, x.shape[0], num_panels, chunk, width, threads)
+    if not rows:
         return
-    first = (unit % shares) * width
-    last = min(first + width, num_panels)
-    begin = (unit // shares) * chunk
-    rows = min(chunk, x.shape[0] - begin)
     columns_all = out.shape[1]
     # Blocks that differ by at most one row: 7 rows go as 4 + 3, not as 6 + a slow 1.
     blocks = -(-rows // ROWS)

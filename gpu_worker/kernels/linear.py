@@ -32,7 +32,7 @@ from deepinfer.gpu_worker.kernels.micro_kernel import (
     make_tiles,
 )
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
-from deepinfer.gpu_worker.kernels.shares import even_share, going_on, if_float32, write_gated
+from deepinfer.gpu_worker.kernels.shares import even_share, if_float32, part_of_unit, write_gated
 from deepinfer.gpu_worker.kernels.tile_registers import HAS_TILES
 from deepinfer.gpu_worker.kernels.vectors import LANES, load_scalar, store_scalar
 
@@ -100,15 +100,11 @@ def _unit(arguments, unit):
     x, panels, bias, gated, out, add, chunk, width, block_terms, threads = arguments
     depth = x.shape[1]
     size = panels[0].size
-    shares = -(-panels.shape[0] // width)
-    units = shares * -(-x.shape[0] // chunk)
-    unit = going_on(unit, units, threads)
-    if unit >= units:
+    first, last, begin, rows = part_of_unit(
+        unit, x.shape[0], panels.shape[0], chunk, width, threads
+    )
+    if not rows:
         return
-    first = (unit % shares) * width
-    last = min(first + width, panels.shape[0])
-    begin = (unit // shares) * chunk
-    rows = min(chunk, x.shape[0] - begin)
     # Tiles that differ by at most one row: 7 rows go as 4 + 3, not as 6 + a slow 1. Where there are
     # several, all take equally many panels.
     tiles = -(-rows // _TILE_ROWS)

@@ -12,7 +12,7 @@ from deepinfer.gpu_worker.kernels.elementwise import silu_mul16
 from deepinfer.gpu_worker.kernels.fork_join import fork_join, num_threads
 from deepinfer.gpu_worker.kernels.int8_tile import ACTIVATION_TAIL
 from deepinfer.gpu_worker.kernels.settings import INNER
-from deepinfer.gpu_worker.kernels.shares import even_share, going_on, if_float32
+from deepinfer.gpu_worker.kernels.shares import even_share, if_float32, part_of_unit
 from deepinfer.gpu_worker.kernels.tile_registers import (
     RUN_BYTES,
     TILE,
@@ -80,15 +80,11 @@ def _unit(arguments, unit):
     x_row = x.shape[1]
     depth = x_row - ACTIVATION_TAIL
     size = depth * COLUMNS
-    shares = -(-panels.shape[0] // width)
-    units = shares * -(-x.shape[0] // chunk)
-    unit = going_on(unit, units, threads)
-    if unit >= units:
+    first, last, begin, rows = part_of_unit(
+        unit, x.shape[0], panels.shape[0], chunk, width, threads
+    )
+    if not rows:
         return
-    first = (unit % shares) * width
-    last = min(first + width, panels.shape[0])
-    begin = (unit // shares) * chunk
-    rows = min(chunk, x.shape[0] - begin)
     # Two tiles of rows: each tile that is loaded serves two products.
     high = 2 if rows > TILE else 1
     blocks = -(-rows // (high * TILE))

@@ -9,13 +9,12 @@ import numpy as np
 
 from deepinfer.gpu_worker.kernels.fork_join import fork_join, num_threads
 from deepinfer.gpu_worker.kernels.settings import INNER
-from deepinfer.gpu_worker.kernels.shares import even_share, going_on, if_float32, write_gated
+from deepinfer.gpu_worker.kernels.shares import even_share, if_float32, part_of_unit, write_gated
 from deepinfer.gpu_worker.kernels.tile_registers import (
-    RUN_BYTES,
     TILE,
     begin_tiles,
     end_tiles,
-    make_tiles,
+    pair_tiles,
 )
 from deepinfer.gpu_worker.kernels.vectors import (
     LANES,
@@ -34,10 +33,6 @@ TERMS = 32
 _CHUNK_ROWS = 128
 # Terms of a sum between two stops: two panels of so many stay in the L1 cache, beside x.
 _BLOCK_TERMS = 576
-
-# Compiled functions must see it as a global: numba cannot cache one that captures it.
-_SHAPES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
-_tiles = make_tiles("tdpbf16ps", _SHAPES, RUN_BYTES)
 
 
 @njit(**INNER)
@@ -65,15 +60,11 @@ def _unit(arguments, unit):
     x, panels, bias, gated, out, add, chunk, width, threads = arguments
     depth = x.shape[1]
     size = panels[0].size
-    shares = -(-panels.shape[0] // width)
-    units = shares * -(-x.shape[0] // chunk)
-    unit = going_on(unit, units, threads)
-    if unit >= units:
+    first, last, begin, rows = part_of_unit(
+        unit, x.shape[0], panels.shape[0], chunk, width, threads
+    )
+    if not rows:
         return
-    first = (unit % shares) * width
-    last = min(first + width, panels.shape[0])
-    begin = (unit // shares) * chunk
-    rows = min(chunk, x.shape[0] - begin)
     # Two tiles of rows by two panels, or one by four: each tile that is loaded serves two products.
     high = 2 if rows > TILE else 1
     most = 2 if rows > TILE else 4
@@ -113,7 +104,7 @@ def _unit(arguments, unit):
                 if whole:
                     target, target_row = direct, out.shape[1]
                     target_at = (begin + top) * target_row + p * LANES
-                _tiles(
+                pair_tiles(
                     x, (begin + top) * depth + k, depth, second,
                     panels, p * size + k * LANES, size, terms // TERMS,
                     start, start_at, start_row, target, target_at, target_row,

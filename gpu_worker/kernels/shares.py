@@ -24,13 +24,30 @@ def even_share(total, most):
 
 
 @njit(**INNER)
-def going_on(unit, units, threads):
+def _going_on(unit, units, threads):
     """Which unit to do for ``unit``, of as many for each thread; none from ``units`` on.
 
     Threads draw units in turns. In this order each of them goes on where it was, and finds the
     weights it has asked for already.
     """
     return unit % threads * -(-units // threads) + unit // threads
+
+
+@njit(**INNER)
+def part_of_unit(unit, rows, panels, chunk, width, threads):
+    """Return which panels a unit takes, from a first up to a last, and which rows, from one on.
+
+    Units of ``chunk`` rows and ``width`` panels are numbered as they are drawn; one that does not
+    exist has no rows.
+    """
+    shares = -(-panels // width)
+    units = shares * -(-rows // chunk)
+    unit = _going_on(unit, units, threads)
+    if unit >= units:
+        return 0, 0, 0, 0
+    first = (unit % shares) * width
+    begin = (unit // shares) * chunk
+    return first, min(first + width, panels), begin, min(chunk, rows - begin)
 
 
 @njit(**INNER)

@@ -269,3 +269,9 @@ def make_tiles(instruction: str, shapes: list[tuple[int, int]], line: int) -> An
         ), codegen  # fmt: skip
 
     return tiles
+
+
+# Compiled functions must see it as a global: numba cannot cache one that captures it.
+_PAIR_SHAPES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
+pair_tiles = make_tiles("tdpbf16ps", _PAIR_SHAPES, RUN_BYTES)
+"""Of bfloat16. Rows x columns of tiles are shape ``(rows - 1) * 3 + columns // 2``."""
