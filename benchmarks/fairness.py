@@ -158,6 +158,7 @@ def args_of(policy: str, options: argparse.Namespace) -> Iterator[EngineArgs]:
             "endpoint": f"ipc://{folder}/engine",
             "max_num_seqs": options.slots,
             "max_num_batched_tokens": options.budget,
+            "max_step_ms": options.max_step_ms,
             "max_model_len": options.a_prompt + options.a_output + 64,
             "num_kv_blocks": options.blocks,
             "stop_preempted_request": False,
@@ -313,6 +314,7 @@ def main() -> None:
     parser.add_argument("--b-output", type=int, default=4)
     parser.add_argument("--slots", type=int, default=8, help="max_num_seqs")
     parser.add_argument("--budget", type=int, default=128, help="max_num_batched_tokens")
+    parser.add_argument("--max-step-ms", type=float, help="a step's length; open if not given")
     parser.add_argument("--blocks", type=int, default=1200, help="num_kv_blocks")
     options = parser.parse_args()
     runs = []

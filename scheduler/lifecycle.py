@@ -82,7 +82,7 @@ class Lifecycle:
         self.counters = Counters()
         self.deadlines: list[tuple[float, int, Sequence]] = []
         self.in_flight: dict[int, InFlight] = {}
-        self.pace = Pace()
+        self.pace = Pace(args.max_step_ms / 1e3 if args.max_step_ms is not None else None)
         self.images = Images(image_arena_bytes, self.in_flight)
         self.ready = False
 

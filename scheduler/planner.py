@@ -307,9 +307,8 @@ class Planner:
         life.counters.steps_planned += 1
         step = life.counters.steps_planned
         life.in_flight[step] = flight
-        if life.queue.fair:
-            num_decode = len(rows.flight.slots) * life.tokens_per_row
-            life.pace.planned(num_decode + sum(q for _, q in chunks), now)
+        num_decode = len(rows.flight.slots) * life.tokens_per_row
+        life.pace.planned(num_decode, sum(q for _, q in chunks), now)
         released, life.released = life.released, []
         return StepPlan(
             step=step,
@@ -341,8 +340,8 @@ class Planner:
         finishing: list[Sequence] = []
         if not life.prefilling:
             return admitted, chunks, finishing
-        rows = self._hurried(life.queue.in_order(life.prefilling))
-        grants = split_budget(self._prefill_budget(), [self._remaining(row) for row in rows])
+        rows, budget = self._hurried(life.queue.in_order(life.prefilling))
+        grants = split_budget(budget, [self._remaining(row) for row in rows])
         for sequence, grant in zip(rows, grants, strict=True):
             if not grant:
                 continue
@@ -363,24 +362,26 @@ class Planner:
             life.register(table.at(slot), int(table.computed[slot]))
         return admitted, chunks, finishing
 
-    def _hurried(self, rows: list[Sequence]) -> list[Sequence]:
-        """Return which of these unfinished prompts, in their order, get chunks in this step.
+    def _hurried(self, rows: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Return which of these unfinished prompts, in their order, share how many tokens now.
 
-        All, but under the fair policy no step in which a light tenant's prompt comes to its end, or
-        behind which there is a slot for it, is made longer by other tenants' chunks. After
-        ``MAX_HURRIES`` of them one is open to all, so that light tenants in any number do not keep
-        the others' prompts waiting.
+        All share ``_prefill_budget``, but under the fair policy no step in which a light tenant's
+        prompt comes to its end, or behind which there is a slot for it, is made longer by other
+        tenants' chunks. That prompt is not cut in two for ``max_step_ms``. After ``MAX_HURRIES`` of
+        such steps one is open to all, so that light tenants in any number do not keep the others'
+        prompts waiting.
         """
         life = self._life
-        chosen = rows
+        chosen, budget = rows, self._prefill_budget()
         if life.queue.fair and life.tenants.contended and self._hurries < MAX_HURRIES:
-            first = rows[0]
+            first, uncut = rows[0], min(self._room(), 2 * budget)
             if self._slot_is_near():
                 chosen = []
-            elif self._is_light(first) and self._remaining(first) <= self._prefill_budget():
+            elif self._is_light(first) and self._remaining(first) <= uncut:
                 chosen = [row for row in rows if row.tenant == first.tenant]
+                budget = max(budget, self._remaining(first))
         self._hurries = self._hurries + 1 if len(chosen) < len(rows) else 0
-        return chosen
+        return chosen, budget
 
     def _slot_is_near(self) -> bool:
         """Whether a light tenant's sequence waits and a result in flight brings it a slot."""
@@ -397,10 +398,15 @@ class Planner:
     def _is_light(self, sequence: Sequence) -> bool:
         return self._life.tenants.is_light(sequence.tenant, self._life.table.num_slots)
 
+    def _room(self) -> int:
+        """Tokens a step may have beside its decode rows."""
+        return self._life.args.max_num_batched_tokens - self._num_decode()
+
     def _prefill_budget(self) -> int:
-        life = self._life
-        num_decode = int(np.count_nonzero(life.table.decode))
-        return life.args.max_num_batched_tokens - num_decode * life.tokens_per_row
+        return int(min(self._room(), self._life.pace.prefill_limit(self._num_decode())))
+
+    def _num_decode(self) -> int:
+        return int(np.count_nonzero(self._life.table.decode)) * self._life.tokens_per_row
 
     def _remaining(self, sequence: Sequence) -> int:
         table, slot = self._life.table, sequence.slot

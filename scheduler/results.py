@@ -53,8 +53,7 @@ class ResultReader:
                 break
             self._apply(first, flights[step], now)
             del flights[step]
-            if self._life.queue.fair:
-                self._life.pace.ended(first, now)
+            self._life.pace.ended(first, now)
             self._life.counters.steps_done += 1
 
     def _apply(self, result: StepResult, flight: InFlight, now: float) -> None:

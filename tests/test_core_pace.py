@@ -102,12 +102,12 @@ class Clocked(CoreDriver):
             self.turn()
         return self.now - asked
 
-    def light_waits(self, number: int = 40) -> list[float]:
+    def light_waits(self, number: int = 40, prompt: int = 20) -> list[float]:
         """B asks about once a second at any time of a step; return its waits, the longest last."""
         waits = []
         for i in range(number):
             self.pass_time(1.0 + i * 0.0371 % 0.1)
-            waits.append(self.wait_s(self.ask("b", 20, 4)))
+            waits.append(self.wait_s(self.ask("b", prompt, 4)))
         return sorted(waits)
 
 
@@ -225,3 +225,68 @@ def test_a_light_tenants_last_chunk_is_alone_in_its_step_but_not_step_after_step
     assert sum(alone) >= 10
     runs = [len(list(same)) for is_alone, same in itertools.groupby(alone) if is_alone]
     assert max(runs) == MAX_HURRIES
+
+
+# ---- max_step_ms --------------------------------------------------------------------------------
+
+
+def attended(factor: float, tokens: int) -> float:
+    """Seconds of a step of at least 10 ms, with a token costing ``factor`` milliseconds."""
+    return 0.010 + 0.001 * factor * tokens
+
+
+def flood_of_prompts(length: Length = linear, **fields: object) -> Clocked:
+    """A's prompts are as long as to fill every step; 100 ms are 33 tokens of ``linear``."""
+    values: dict[str, object] = {"max_num_batched_tokens": 512, "max_step_ms": 100.0}
+    engine = Clocked(length, **(values | fields))
+    for _ in range(120):
+        engine.ask("a", 512, 32)
+    engine.pass_time(5.0)
+    return engine
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_a_step_takes_as_long_as_it_may(policy: str) -> None:
+    engine = flood_of_prompts(partial(attended, 1.0), policy=policy, max_num_seqs=2)
+    for factor in (1.0, 2.5, 0.4, 1.0):
+        engine.length = partial(attended, factor)
+        engine.pass_time(2.0)
+        del engine.lengths[:], engine.worker.step_tokens[:]
+        engine.pass_time(5.0)
+        full = [s for s, n in zip(engine.lengths, engine.worker.step_tokens, strict=True) if n > 8]
+        assert len(full) >= 10
+        # The tokens in a step are a whole number; after a prompt's last ones it grows again.
+        assert max(engine.lengths) <= 0.1 + attended(factor, 2) - 0.010
+        assert sorted(full)[len(full) // 2] >= 0.085
+
+
+def test_without_a_limit_steps_are_as_long_as_their_tokens_take() -> None:
+    engine = flood_of_prompts(max_step_ms=None)
+    assert max(engine.worker.step_tokens) == 512
+
+
+def test_a_limit_that_decode_rows_alone_exceed_leaves_prefill_some_tokens() -> None:
+    slow = flood_of_prompts(lambda tokens: 0.3, max_num_seqs=64, max_model_len=5000)
+    slow.pass_time(60.0)
+    del slow.worker.step_tokens[:]
+    slow.pass_time(30.0)
+    assert max(slow.worker.step_tokens) >= 16 and slow.core.stats()["ended_max_tokens"] > 0
+
+
+def test_a_light_tenants_prompt_is_not_cut_in_two_for_the_limit() -> None:
+    engine = flood_of_prompts()
+    engine.begin_a_step()
+    request = engine.ask("b", 50, 1)
+    steps = len(engine.lengths)
+    engine.wait_s(request)
+    (chunk,) = [event for event in engine.core.story(request.request_id) or [] if event.event == "chunk"]
+    assert chunk.detail["tokens"] == 50 and len(engine.lengths) - steps <= 3
+
+
+def test_beside_steps_that_are_short_enough_a_light_tenant_waits_twice_its_time_alone() -> None:
+    """SCH-03: with steps shorter than 0.85 of what B takes alone."""
+    alone = Clocked(max_num_batched_tokens=512).light_waits(prompt=60)
+    engine = flood_of_prompts(max_step_ms=0.8 * 1e3 * alone[-1])
+    waits = engine.light_waits(prompt=60)
+    assert engine.core.tenants()["a"]["waiting"] > 0
+    assert waits[int(0.95 * len(waits))] <= 2 * alone[-1]

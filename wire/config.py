@@ -47,6 +47,8 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     """Sequences that run at the same time, at most."""
     max_num_batched_tokens: int = 2048
     """Tokens one step may compute, prefill chunks and decode rows together."""
+    max_step_ms: float | None = None
+    """How long a step may take: prefill chunks are kept small enough, by how long steps took."""
     stop_preempted_request: bool = True
     """End a preempted request (True) or recompute it later (False)."""
     enable_prefix_caching: bool = True
@@ -112,6 +114,8 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
         check_int("max_queue_len", self.max_queue_len, 1, 1 << 24)
         check_int("num_image_workers", self.num_image_workers, 0, 64)
         check_int("image_arena_bytes", self.image_arena_bytes, 1 << 16, 1 << 50)
+        if self.max_step_ms is not None:
+            check_float("max_step_ms", self.max_step_ms, 0.1, 3_600_000)
         check_float("image_timeout_s", self.image_timeout_s, 0.1, 86_400)
         check_float("heartbeat_timeout_s", self.heartbeat_timeout_s, 2.0, 86_400)
         check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86_400)
