@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer.gpu_worker.memory import Arena
+
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 Stored = npt.NDArray[Any]
@@ -131,12 +133,13 @@ class KVCache:
         storage = KV_STORAGE[dtype]
         scaled = num_blocks if dtype == "int8" else 0
         groups = padded_to_lanes(block_size) // LANES
+        arena = Arena()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = [
             KVLayer(
-                keys=np.zeros((num_blocks, num_kv_heads, groups, head_dim, LANES), storage),
-                values=np.zeros(
+                keys=arena.zeros((num_blocks, num_kv_heads, groups, head_dim, LANES), storage),
+                values=arena.zeros(
                     (num_blocks, num_kv_heads, block_size, padded_to_lanes(head_dim)), storage
                 ),
                 scales=np.zeros((2, scaled, num_kv_heads, block_size), np.float32),

@@ -29,10 +29,10 @@ from deepinfer.gpu_worker.kernels import (
     pack_int4,
     rope_cache,
 )
-from deepinfer.gpu_worker.kernels.arena import Arena
 from deepinfer.gpu_worker.kernels.fork_join import ThreadTeam, default_num_threads
 from deepinfer.gpu_worker.kernels.micro_kernel import HAS_BF16_DOT
 from deepinfer.gpu_worker.kernels.recording import Recording
+from deepinfer.gpu_worker.memory import Arena
 
 _NO_NORM = RMSNorm(np.zeros(0, np.float32), 0.0)
 _NO_NORMS = np.zeros((2, 1), np.float32)

@@ -28,6 +28,7 @@ from deepinfer.gpu_worker.backend import (
     RMSNorm,
     Stored,
 )
+from deepinfer.gpu_worker.memory import on_lines
 from deepinfer.gpu_worker.model_config import ModelConfig, load_model_config
 from deepinfer.gpu_worker.rope import axis_tables, rope_tables
 from deepinfer.gpu_worker.weight_cache import WeightCache
@@ -330,7 +331,7 @@ class Model:
         if array is None or len(array) < rows:
             # What was recorded still works, but would keep the smaller buffer beside this one.
             self._decode_steps.clear()
-            array = self._scratch[name] = np.empty((rows, columns), dtype)
+            array = self._scratch[name] = on_lines((rows, columns), dtype)
         return array[:rows]
 
 

@@ -279,7 +279,8 @@ def test_a_light_tenants_prompt_is_not_cut_in_two_for_the_limit() -> None:
     request = engine.ask("b", 50, 1)
     steps = len(engine.lengths)
     engine.wait_s(request)
-    (chunk,) = [event for event in engine.core.story(request.request_id) or [] if event.event == "chunk"]
+    story = engine.core.story(request.request_id) or []
+    (chunk,) = [event for event in story if event.event == "chunk"]
     assert chunk.detail["tokens"] == 50 and len(engine.lengths) - steps <= 3
 
 

@@ -77,6 +77,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
     max16,
     max_of16,
     mul16,
+    on_lines,
     splat16,
     store16,
     store_scalar,
@@ -188,11 +189,12 @@ def _peaks(
 
 @njit(**INNER)
 def row_stride(span):
-    """Elements from a row of scores or weights to the next: whole vectors and one more.
+    """Elements from a row of scores or weights to the next: whole lines and at least a vector more.
 
-    A lane group may reach past the span, and a vector of zeros follows the weights.
+    A lane group may reach past the span, and a vector of zeros follows the weights. 32 bfloat16 are
+    a cache line.
     """
-    return -(-span // LANES) * LANES + LANES
+    return -(-(span + LANES) // (2 * LANES)) * 2 * LANES
 
 
 @njit(**INNER)
@@ -421,10 +423,10 @@ def _direct_unit(arguments, unit, following):
     blocks = blocks[:found]
     size = _state_size(rows, width)
     each = rows * stride + 2 * size
-    floats = np.empty(heads * each + 2 * stride, np.float32)
+    floats = on_lines(heads * each + 2 * stride, np.float32)
     columns = floats[heads * each :]
     queries_size = heads * rows * dim
-    rounded = np.empty(queries_size + rows * stride, operands.dtype)
+    rounded = on_lines(queries_size + rows * stride, operands.dtype)
     weights = rounded[queries_size:]
     factors = factors_of(rounded)
     weight_factors = factors[queries_size:]
@@ -513,14 +515,15 @@ def _wide_unit(arguments, unit):
     columns = np.empty(2 * stride, np.float32)
     run = run_terms(operands)
     deep = -(-dim // run) * run
-    queries = np.zeros((rows, deep), operands.dtype)
-    scores = np.empty(rows * stride, np.float32)
-    weights = np.empty((rows, stride), operands.dtype)
+    queries = on_lines(rows * deep, operands.dtype).reshape(rows, deep)
+    queries[:] = 0
+    scores = on_lines(rows * stride, np.float32)
+    weights = on_lines(rows * stride, operands.dtype).reshape(rows, stride)
     key_panel = deep * LANES
     value_panel = -(-span // run) * run * LANES
-    near = np.empty(max(length * key_panel, width // LANES * value_panel), operands.dtype)
-    part = np.empty(_state_size(rows, width), np.float32)
-    state = np.empty(_state_size(rows, width), np.float32)
+    near = on_lines(max(length * key_panel, width // LANES * value_panel), operands.dtype)
+    part = on_lines(_state_size(rows, width), np.float32)
+    state = on_lines(_state_size(rows, width), np.float32)
     _clear(part, 0, rows, width)
     _clear(state, 0, rows, width)
     _scaled_queries(qkv, token, rows, share, kv_head, dim, scale, queries, 0, deep)
@@ -635,7 +638,8 @@ def attention_by(
     tiles = plan_tiles(positions, q_start, slots.shape[0], share, span_of(block_size), window)
     threads = num_threads(control)
     units, split, num_parts = plan_units(tiles, kv_heads, threads)
-    parts = np.empty((num_parts * kv_heads, _state_size(DIRECT_ROWS, width)), np.float32)
+    size = _state_size(DIRECT_ROWS, width)
+    parts = on_lines(num_parts * kv_heads * size, np.float32).reshape(num_parts * kv_heads, size)
     arguments = (
         qkv, keys, values, scales, positions, slots, block_tables, units, parts, scale, window,
         block_size, operands, out,

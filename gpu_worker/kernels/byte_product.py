@@ -19,7 +19,7 @@ from deepinfer.gpu_worker.kernels.byte_dot import HOST
 from deepinfer.gpu_worker.kernels.fork_join import num_threads
 from deepinfer.gpu_worker.kernels.settings import INNER
 from deepinfer.gpu_worker.kernels.shares import even_share, part_of_unit, write_gated
-from deepinfer.gpu_worker.kernels.vectors import LANES, emit_choice, index
+from deepinfer.gpu_worker.kernels.vectors import LANES, emit_choice, index, on_lines
 
 ROWS = 6
 """Most rows of a tile."""
@@ -69,7 +69,8 @@ def run_unit(tile, arguments, unit):
     part = size // 64 * stride
     # Sums of columns that do not exist lie here too, and those of a gate until its up is there:
     # of all rows where these are in two panels.
-    aside = np.empty((ROWS if COLUMNS == _PAIR else rows, _PAIR), np.float32)
+    kept = ROWS if COLUMNS == _PAIR else rows
+    aside = on_lines(kept * _PAIR, np.float32).reshape(kept, _PAIR)
     for panel in range(first, last):
         column = panel * COLUMNS
         columns = min(COLUMNS, columns_all - column)

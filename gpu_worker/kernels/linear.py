@@ -22,7 +22,6 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from deepinfer.gpu_worker.kernels.arena import Arena
 from deepinfer.gpu_worker.kernels.elementwise import copied_row, normed_row
 from deepinfer.gpu_worker.kernels.fork_join import fork_join, num_threads
 from deepinfer.gpu_worker.kernels.linear_tiles import TERMS, multiply_by_tiles
@@ -34,7 +33,8 @@ from deepinfer.gpu_worker.kernels.micro_kernel import (
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
 from deepinfer.gpu_worker.kernels.shares import even_share, if_float32, part_of_unit, write_gated
 from deepinfer.gpu_worker.kernels.tile_registers import HAS_TILES
-from deepinfer.gpu_worker.kernels.vectors import LANES, load_scalar, store_scalar
+from deepinfer.gpu_worker.kernels.vectors import LANES, load_scalar, on_lines, store_scalar
+from deepinfer.gpu_worker.memory import Arena
 
 # How many panels the tiles of 1, 2, … rows take at once and keep their sums in registers.
 _TILE_PANELS = (4, 4, 4, 4, 4, 4) if WIDE_REGISTERS else (4, 2, 1, 1, 1, 1)
@@ -114,7 +114,7 @@ def _unit(arguments, unit):
     # Between blocks of K, where not all columns of a panel exist, and until a gate has its up,
     # sums lie here.
     width_aside = max(most, 2) * LANES
-    aside = np.empty((rows, width_aside), np.float32)
+    aside = on_lines(rows * width_aside, np.float32).reshape(rows, width_aside)
     direct = if_float32(out, aside)
     biases = bias.reshape((1, bias.size))
     p = first
@@ -180,7 +180,7 @@ def _prepare_unit(arguments, unit):
 def _prepared(control, x, norm, eps, padded, like):
     """``x`` [T, K] normed, if at all, in another dtype, with zeros behind each row."""
     rows = max(1, _UNIT_ELEMENTS // padded)
-    out = np.empty((x.shape[0], padded), like.dtype)
+    out = on_lines(x.shape[0] * padded, like.dtype).reshape(x.shape[0], padded)
     fork_join(control, _prepare_unit, (x, norm, eps, out, rows), -(-x.shape[0] // rows))
     return out
 

@@ -25,7 +25,7 @@ from deepinfer.gpu_worker.kernels.micro_kernel_int4 import (
     tile,
 )
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
-from deepinfer.gpu_worker.kernels.vectors import LANES, store16
+from deepinfer.gpu_worker.kernels.vectors import LANES, on_lines, store16
 
 # Rows of a unit that rounds activations.
 _QUANTISED_ROWS = 8
@@ -82,7 +82,8 @@ def linear_int4(control, x, norm, eps, panels, bias, gated, out, add):
     if rows == 0:
         return
     groups = panels.shape[1]
-    blocks = np.empty((rows, groups * ACTIVATION_BYTES), np.uint8)
+    row = groups * ACTIVATION_BYTES
+    blocks = on_lines(rows * row, np.uint8).reshape(rows, row)
     fork_join(control, _quantise_rows, (x, norm, eps, blocks), -(-rows // _QUANTISED_ROWS))
     depth = groups * GROUP
     arguments, units = planned(control, blocks, depth, (panels,), bias, gated, out, add)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from deepinfer.gpu_worker.kernels.arena import Arena
 from deepinfer.gpu_worker.kernels.byte_product import COLUMNS, planned, run_unit
 from deepinfer.gpu_worker.kernels.elementwise import normed_row
 from deepinfer.gpu_worker.kernels.fork_join import fork_join
@@ -35,7 +34,9 @@ from deepinfer.gpu_worker.kernels.int8_tile import (
 from deepinfer.gpu_worker.kernels.linear_int8_tiles import multiply_by_tiles
 from deepinfer.gpu_worker.kernels.round_int8 import rotate_row, round_row, store_tail
 from deepinfer.gpu_worker.kernels.settings import INNER, JIT
-from deepinfer.gpu_worker.kernels.tile_registers import HAS_TILES, cache_lines
+from deepinfer.gpu_worker.kernels.tile_registers import HAS_TILES
+from deepinfer.gpu_worker.kernels.vectors import on_lines
+from deepinfer.gpu_worker.memory import Arena
 
 MAX_DEPTH = 2**24 // 127 // BLOCK * BLOCK
 """Terms of which a float32 holds the sum of xq exactly, and an int32 that of the products."""
@@ -137,7 +138,7 @@ def linear(control, x, norm, eps, panels, scales, bias, gated, out, add):
         return
     padded = panels.shape[1] * 4
     row = padded + ACTIVATION_TAIL
-    quantised = cache_lines(rows * row).reshape((rows, row))
+    quantised = on_lines(rows * row, np.uint8).reshape((rows, row))
     share = max(1, _UNIT_ELEMENTS // depth)
     fork_join(control, _quantise_rows, (x, norm, eps, quantised, share), -(-rows // share))
     if rows < _TILE_ROWS:

@@ -17,7 +17,6 @@ from deepinfer.gpu_worker.kernels.tile_registers import (
     RUN_BYTES,
     TILE,
     begin_tiles,
-    cache_lines,
     end_tiles,
     make_tiles,
 )
@@ -28,6 +27,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
     load16,
     load_first16,
     mul16,
+    on_lines,
     splat16,
     store_first16,
 )
@@ -95,7 +95,7 @@ def _unit(arguments, unit):
     asked = -(-(COLUMNS // LANES * TILE) // blocks)
     # Sums begin with what takes the 128 in each weight off again; they may wrap around meanwhile.
     offsets = high * TILE * COLUMNS
-    sums = cache_lines(4 * 2 * offsets).view(np.int32)
+    sums = on_lines(2 * offsets, np.int32)
     row_sums = x.view(np.int32)[:, depth // 4 + 1]
     begin_tiles(min(rows, TILE))
     for block in range(blocks):

@@ -21,6 +21,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
     add16,
     load16,
     load_scalar,
+    on_lines,
     store16,
     store_scalar,
 )
@@ -70,7 +71,7 @@ def _unit(arguments, unit):
     most = 2 if rows > TILE else 4
     blocks = -(-rows // (high * TILE))
     stride = most * LANES
-    aside = np.empty((blocks * high * TILE, stride), np.float32)
+    aside = on_lines(blocks * high * TILE * stride, np.float32).reshape(-1, stride)
     direct = if_float32(out, aside)
     biases = bias.reshape((1, bias.size))
     block_terms = TERMS * even_share(depth // TERMS, _BLOCK_TERMS // TERMS)

@@ -13,7 +13,6 @@ import numpy as np
 from numba import njit
 from numba.extending import intrinsic
 
-from deepinfer.gpu_worker.kernels.arena import Arena
 from deepinfer.gpu_worker.kernels.byte_product import COLUMNS
 from deepinfer.gpu_worker.kernels.fork_join import fork_join
 from deepinfer.gpu_worker.kernels.micro_kernel_int4 import CODE_BYTES, GROUP, WEIGHT_BYTES
@@ -32,6 +31,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
     store16,
     sub16,
 )
+from deepinfer.gpu_worker.memory import Arena
 
 # Adding and subtracting 1.5 * 2**23 rounds to the nearest integer.
 _SHIFT = np.float32(12582912.0)

@@ -22,10 +22,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import llvmlite.binding as llvm
-import numpy as np
 from llvmlite import ir
 
-from deepinfer.gpu_worker.kernels.settings import INNER, tiles_are_lent
+from deepinfer.gpu_worker.kernels.settings import tiles_are_lent
 from deepinfer.gpu_worker.kernels.vectors import (
     I8,
     I64,
@@ -36,7 +35,7 @@ from deepinfer.gpu_worker.kernels.vectors import (
 )
 
 # numba comes after the kernels' settings.
-from numba import njit, types  # isort: skip
+from numba import types  # isort: skip
 from numba.core import cgutils  # isort: skip
 from numba.extending import intrinsic  # isort: skip
 
@@ -78,14 +77,6 @@ def _call(builder: Any, name: str, *args: Any) -> None:
 
 def _register(number: int) -> ir.Constant:
     return ir.Constant(I8, number)
-
-
-@njit(**INNER)
-def cache_lines(count):
-    """Bytes [count], not initialised, that begin on a cache line: a line of a tile is one."""
-    room = np.empty(count + RUN_BYTES, np.uint8)
-    start = -room.ctypes.data % RUN_BYTES
-    return room[start : start + count]
 
 
 @intrinsic
