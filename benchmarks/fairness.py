@@ -313,8 +313,8 @@ def main() -> None:
     parser.add_argument("--b-prompt", type=int, default=64)
     parser.add_argument("--b-output", type=int, default=4)
     parser.add_argument("--slots", type=int, default=8, help="max_num_seqs")
-    parser.add_argument("--budget", type=int, default=128, help="max_num_batched_tokens")
-    parser.add_argument("--max-step-ms", type=float, help="a step's length; open if not given")
+    parser.add_argument("--budget", type=int, default=512, help="max_num_batched_tokens")
+    parser.add_argument("--max-step-ms", type=float, default=40.0)
     parser.add_argument("--blocks", type=int, default=1200, help="num_kv_blocks")
     options = parser.parse_args()
     runs = []

@@ -52,6 +52,7 @@ class Planner:
         self._depth = depth
         self._latest: _DecodeRows | None = None
         self._hurries = 0
+        self._for_light = False
 
     @property
     def decode_rows(self) -> int:
@@ -308,7 +309,7 @@ class Planner:
         step = life.counters.steps_planned
         life.in_flight[step] = flight
         num_decode = len(rows.flight.slots) * life.tokens_per_row
-        life.pace.planned(num_decode, sum(q for _, q in chunks), now)
+        life.pace.planned(num_decode, sum(q for _, q in chunks), self._for_light, now)
         released, life.released = life.released, []
         return StepPlan(
             step=step,
@@ -366,22 +367,21 @@ class Planner:
         """Return which of these unfinished prompts, in their order, share how many tokens now.
 
         All share ``_prefill_budget``, but under the fair policy no step in which a light tenant's
-        prompt comes to its end, or behind which there is a slot for it, is made longer by other
-        tenants' chunks. That prompt is not cut in two for ``max_step_ms``. After ``MAX_HURRIES`` of
-        such steps one is open to all, so that light tenants in any number do not keep the others'
-        prompts waiting.
+        prompt comes to its end, or would but for ``max_step_ms``, or behind which there is a slot
+        for it, is made longer by other tenants' chunks. After ``MAX_HURRIES`` of them one is open
+        to all, so that light tenants in any number do not keep the others' prompts waiting.
         """
         life = self._life
-        chosen, budget = rows, self._prefill_budget()
+        chosen, self._for_light = rows, False
         if life.queue.fair and life.tenants.contended and self._hurries < MAX_HURRIES:
-            first, uncut = rows[0], min(self._room(), 2 * budget)
+            first = rows[0]
             if self._slot_is_near():
                 chosen = []
-            elif self._is_light(first) and self._remaining(first) <= uncut:
+            elif self._is_light(first) and self._remaining(first) <= self._room():
                 chosen = [row for row in rows if row.tenant == first.tenant]
-                budget = max(budget, self._remaining(first))
+                self._for_light = True
         self._hurries = self._hurries + 1 if len(chosen) < len(rows) else 0
-        return chosen, budget
+        return chosen, self._prefill_budget()
 
     def _slot_is_near(self) -> bool:
         """Whether a light tenant's sequence waits and a result in flight brings it a slot."""
@@ -403,7 +403,8 @@ class Planner:
         return self._life.args.max_num_batched_tokens - self._num_decode()
 
     def _prefill_budget(self) -> int:
-        return int(min(self._room(), self._life.pace.prefill_limit(self._num_decode())))
+        limit = self._life.pace.prefill_limit(self._num_decode(), self._for_light)
+        return int(min(self._room(), limit))
 
     def _num_decode(self) -> int:
         return int(np.count_nonzero(self._life.table.decode)) * self._life.tokens_per_row

@@ -273,7 +273,7 @@ def test_a_limit_that_decode_rows_alone_exceed_leaves_prefill_some_tokens() -> N
     assert max(slow.worker.step_tokens) >= 16 and slow.core.stats()["ended_max_tokens"] > 0
 
 
-def test_a_light_tenants_prompt_is_not_cut_in_two_for_the_limit() -> None:
+def test_a_light_tenants_prompt_has_twice_the_time_of_a_step() -> None:
     engine = flood_of_prompts()
     engine.begin_a_step()
     request = engine.ask("b", 50, 1)
@@ -282,6 +282,12 @@ def test_a_light_tenants_prompt_is_not_cut_in_two_for_the_limit() -> None:
     story = engine.core.story(request.request_id) or []
     (chunk,) = [event for event in story if event.event == "chunk"]
     assert chunk.detail["tokens"] == 50 and len(engine.lengths) - steps <= 3
+    for _ in range(20):
+        engine.pass_time(1.0)
+        engine.wait_s(engine.ask("b", 500, 1))
+    # Of a long one, too, the limit is learned; it does not apply to others' chunks.
+    assert 0.15 <= max(engine.lengths[-40:]) <= 0.2 + linear(1)
+    assert sorted(engine.lengths[-40:])[20] <= 0.1
 
 
 def test_beside_steps_that_are_short_enough_a_light_tenant_waits_twice_its_time_alone() -> None:
