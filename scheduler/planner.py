@@ -381,7 +381,7 @@ class Planner:
                 chosen = [row for row in rows if row.tenant == first.tenant]
                 self._for_light = True
         self._hurries = self._hurries + 1 if len(chosen) < len(rows) else 0
-        return chosen, self._prefill_budget()
+        return chosen, self._prefill_budget(self._for_light)
 
     def _slot_is_near(self) -> bool:
         """Whether a light tenant's sequence waits and a result in flight brings it a slot."""
@@ -402,8 +402,8 @@ class Planner:
         """Tokens a step may have beside its decode rows."""
         return self._life.args.max_num_batched_tokens - self._num_decode()
 
-    def _prefill_budget(self) -> int:
-        limit = self._life.pace.prefill_limit(self._num_decode(), self._for_light)
+    def _prefill_budget(self, for_light: bool = False) -> int:
+        limit = self._life.pace.prefill_limit(self._num_decode(), for_light)
         return int(min(self._room(), limit))
 
     def _num_decode(self) -> int:
