@@ -369,18 +369,20 @@ class Planner:
         All share ``_prefill_budget``, but under the fair policy no step in which a light tenant's
         prompt comes to its end, or would but for ``max_step_ms``, or behind which there is a slot
         for it, is made longer by other tenants' chunks. After ``MAX_HURRIES`` of them one is open
-        to all, so that light tenants in any number do not keep the others' prompts waiting.
+        to all, so that light tenants in any number do not keep the others' prompts waiting. A prompt
+        that has such a step for itself may have twice ``max_step_ms``.
         """
         life = self._life
-        chosen, self._for_light = rows, False
+        chosen = rows
         if life.queue.fair and life.tenants.contended and self._hurries < MAX_HURRIES:
             first = rows[0]
             if self._slot_is_near():
                 chosen = []
             elif self._is_light(first) and self._remaining(first) <= self._room():
                 chosen = [row for row in rows if row.tenant == first.tenant]
-                self._for_light = True
         self._hurries = self._hurries + 1 if len(chosen) < len(rows) else 0
+        # Where there are slots for all every tenant is light, one with many prompts, too.
+        self._for_light = len(chosen) == 1 < len(rows)
         return chosen, self._prefill_budget(self._for_light)
 
     def _slot_is_near(self) -> bool:

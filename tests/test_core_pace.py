@@ -290,6 +290,20 @@ def test_a_light_tenants_prompt_has_twice_the_time_of_a_step() -> None:
     assert sorted(engine.lengths[-40:])[20] <= 0.1
 
 
+def test_steps_are_no_longer_where_slots_for_all_make_every_tenant_light() -> None:
+    engine = Clocked(max_num_batched_tokens=512, max_num_seqs=64, max_step_ms=100.0)
+    for _ in range(30):
+        engine.ask("a", 512, 32)
+    engine.ask("b", 20, 600)
+    engine.pass_time(5.0)
+    del engine.lengths[:]
+    engine.pass_time(20.0)
+    assert engine.core.stats()["prefilling"] > 0
+    # The rows that decode and as much prefill take longer now and then.
+    assert sorted(engine.lengths)[int(0.9 * len(engine.lengths))] <= 0.1 + linear(1)
+    assert max(engine.lengths) < 0.15
+
+
 def test_beside_steps_that_are_short_enough_a_light_tenant_waits_twice_its_time_alone() -> None:
     """SCH-03: with steps shorter than 0.85 of what B takes alone."""
     alone = Clocked(max_num_batched_tokens=512).light_waits(prompt=60)

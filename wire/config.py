@@ -48,7 +48,7 @@ class EngineArgs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknow
     max_num_batched_tokens: int = 2048
     """Tokens one step may compute, prefill chunks and decode rows together."""
     max_step_ms: float | None = None
-    """How long a step may take: prefill chunks are kept small enough, by how long steps took."""
+    """How long a step may take: prefill chunks are kept small, 16 tokens at the least."""
     stop_preempted_request: bool = True
     """End a preempted request (True) or recompute it later (False)."""
     enable_prefix_caching: bool = True
