@@ -369,8 +369,8 @@ class Planner:
         All share ``_prefill_budget``, but under the fair policy no step in which a light tenant's
         prompt comes to its end, or would but for ``max_step_ms``, or behind which there is a slot
         for it, is made longer by other tenants' chunks. After ``MAX_HURRIES`` of them one is open
-        to all, so that light tenants in any number do not keep the others' prompts waiting. A prompt
-        that has such a step for itself may have twice ``max_step_ms``.
+        to all, so that light tenants in any number do not keep the others' prompts waiting. One
+        prompt that has such a step for itself may have twice ``max_step_ms``.
         """
         life = self._life
         chosen = rows
