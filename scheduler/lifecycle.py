@@ -83,6 +83,8 @@ class Lifecycle:
         self.deadlines: list[tuple[float, int, Sequence]] = []
         self.in_flight: dict[int, InFlight] = {}
         self.pace = Pace(args.max_step_ms / 1e3 if args.max_step_ms is not None else None)
+        # Nobody else asks it anything.
+        self.paced = self.queue.fair or args.max_step_ms is not None
         self.images = Images(image_arena_bytes, self.in_flight)
         self.ready = False
 

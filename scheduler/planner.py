@@ -308,8 +308,9 @@ class Planner:
         life.counters.steps_planned += 1
         step = life.counters.steps_planned
         life.in_flight[step] = flight
-        num_decode = len(rows.flight.slots) * life.tokens_per_row
-        life.pace.planned(num_decode, sum(q for _, q in chunks), self._for_light, now)
+        if life.paced:
+            num_decode = len(rows.flight.slots) * life.tokens_per_row
+            life.pace.planned(num_decode, sum(q for _, q in chunks), self._for_light, now)
         released, life.released = life.released, []
         return StepPlan(
             step=step,
@@ -402,14 +403,14 @@ class Planner:
 
     def _room(self) -> int:
         """Tokens a step may have beside its decode rows."""
-        return self._life.args.max_num_batched_tokens - self._num_decode()
+        life = self._life
+        num_decode = int(np.count_nonzero(life.table.decode))
+        return life.args.max_num_batched_tokens - num_decode * life.tokens_per_row
 
     def _prefill_budget(self, for_light: bool = False) -> int:
-        limit = self._life.pace.prefill_limit(self._num_decode(), for_light)
-        return int(min(self._room(), limit))
-
-    def _num_decode(self) -> int:
-        return int(np.count_nonzero(self._life.table.decode)) * self._life.tokens_per_row
+        room = self._room()
+        num_decode = self._life.args.max_num_batched_tokens - room
+        return int(min(room, self._life.pace.prefill_limit(num_decode, for_light)))
 
     def _remaining(self, sequence: Sequence) -> int:
         table, slot = self._life.table, sequence.slot

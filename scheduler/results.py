@@ -53,7 +53,8 @@ class ResultReader:
                 break
             self._apply(first, flights[step], now)
             del flights[step]
-            self._life.pace.ended(first, now)
+            if self._life.paced:
+                self._life.pace.ended(first, now)
             self._life.counters.steps_done += 1
 
     def _apply(self, result: StepResult, flight: InFlight, now: float) -> None:
